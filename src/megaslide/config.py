@@ -1,0 +1,371 @@
+"""The run configuration: one YAML file, checked before anything starts.
+
+Sections and names follow the diffusers training examples, so that a user who has fine-tuned
+anything before recognises every key. An unknown key is an error that names the nearest valid one,
+because a misspelt key that is silently ignored costs a night of training. Dotted overrides
+(`optim.learning_rate=1e-5`) come from the command line and are parsed as YAML.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from megaslide.errors import InputError
+
+Triple = tuple[int, int, int]
+
+
+class Section(BaseModel):
+    """Base of all sections: keyword-only, immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """Which transformer is trained."""
+
+    preset: str = "tiny"
+    """Size of our own VideoDiT; `megaslide info --presets` lists them."""
+    patch_size: Triple | None = None
+    """Latent voxels per token (t, h, w); None keeps the preset's."""
+    hidden_size: int | None = Field(None, gt=0)
+    """Channels of a token; None keeps the preset's."""
+    num_layers: int | None = Field(None, gt=0)
+    """Number of blocks; None keeps the preset's."""
+    num_attention_heads: int | None = Field(None, gt=0)
+    """Attention heads; must divide hidden_size. None keeps the preset's."""
+
+
+class AttentionConfig(Section):
+    """Self-attention over the video tokens."""
+
+    kind: Literal["deformable", "neighborhood", "swin", "dense"] = "deformable"
+    """Deformable is 3D-DSA; the others are its baselines behind the same interface."""
+    window: Triple = (3, 3, 3)
+    """Taps per axis (t, h, w) in tokens; cut to the axis where longer."""
+    offset_kind: Literal["shift", "affine", "tap"] = "affine"
+    """How a window deforms: slides; slides, stretches and shears; every tap on its own."""
+    offset_range: tuple[float, float, float] = (1.0, 3.0, 3.0)
+    """No tap is displaced by more than this many voxels per axis (t, h, w)."""
+    offset_groups: int = Field(1, gt=0)
+    """Sets of offsets; must divide the number of heads."""
+    conv_branch: bool = False
+    """Adds a zero-initialised depthwise 3D convolution beside the attention."""
+    num_register_tokens: int = Field(0, ge=0)
+    """Learned global tokens that every query also attends to, as extra keys."""
+    backend: Literal["auto", "reference", "native"] = "auto"
+    """Implementation of the operator; `auto` takes the fastest that can run."""
+
+    @field_validator("window")
+    @classmethod
+    def _window_is_positive(cls, window: Triple) -> Triple:
+        if min(window) < 1:
+            raise ValueError(
+                f"window {window} has an axis below 1; every axis needs 1 or more taps"
+            )
+        return window
+
+
+class CodecConfig(Section):
+    """How pixels become latents."""
+
+    name: str = "dct"
+    """`dct` (weight-free block DCT) or `pixel` (space to depth)."""
+    block: str = "1x8x8"
+    """Pixels per latent voxel, TxHxW: `1x8x8` or `4x8x8`."""
+    channels: int = Field(48, gt=0)
+    """Latent channels kept (dct only)."""
+
+    @field_validator("block")
+    @classmethod
+    def _block_parses(cls, block: str) -> str:
+        parse_triple(block)
+        return block
+
+
+class TextConfig(Section):
+    """How captions become embeddings."""
+
+    name: str = "hashed_ngram"
+    """Text encoder; `hashed_ngram` needs no weights and is deterministic."""
+    dim: int = Field(128, gt=0)
+    """Channels of one text token."""
+    max_length: int = Field(32, gt=0)
+    """Text tokens kept; longer captions are cut, shorter ones masked."""
+
+
+class DataConfig(Section):
+    """Clips, captions, and the cache of their latents."""
+
+    path: str = ""
+    """Folder of clips with captions, or a metadata.jsonl / metadata.csv."""
+    cache_dir: str = ""
+    """Where latents and text embeddings are cached."""
+    buckets: tuple[str, ...] = ("8x64x64",)
+    """Sizes in pixels, FRAMESxHEIGHTxWIDTH; a clip goes to the best fitting one."""
+    target_fps: float | None = Field(None, gt=0)
+    """Resample clips to this frame rate; None keeps each clip's own."""
+    frame_choice: Literal["head", "middle", "random", "uniform"] = "head"
+    """Which frames of a longer clip: the first; the middle; random or evenly spread windows."""
+    windows_per_clip: int = Field(1, gt=0)
+    """Windows cut from each clip (random and uniform)."""
+    missing_caption: Literal["error", "empty", "skip"] = "error"
+    """What to do with a clip that has no caption."""
+    caption_dropout: float = Field(0.1, ge=0, le=1)
+    """Share of training captions replaced by the empty one, for classifier-free guidance."""
+    validation_split: float = Field(0.05, ge=0, lt=1)
+    """Share of clips held out for eval/loss, chosen by content hash."""
+    codec: CodecConfig = CodecConfig()
+    text: TextConfig = TextConfig()
+    seed: int = 0
+    """Seed of `frame_choice: random`."""
+
+    @field_validator("buckets")
+    @classmethod
+    def _buckets_parse(cls, buckets: tuple[str, ...]) -> tuple[str, ...]:
+        for bucket in buckets:
+            parse_triple(bucket)
+        if not buckets:
+            raise ValueError("buckets is empty; give at least one FRAMESxHEIGHTxWIDTH")
+        return buckets
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule, named as in the diffusers examples."""
+
+    learning_rate: float = Field(1e-4, gt=0)
+    """Peak learning rate."""
+    lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine"] = (
+        "constant_with_warmup"
+    )
+    """Shape of the learning rate over the run."""
+    lr_warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up from zero."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the mean of the gradients."""
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of the mean of their squares."""
+    adam_weight_decay: float = Field(0.01, ge=0)
+    """Decoupled from the gradient, as in AdamW."""
+    adam_epsilon: float = Field(1e-8, gt=0)
+    """Added to the root of the mean square, so that it never divides by zero."""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """Global norm to which gradients are clipped, exactly; null turns clipping off."""
+
+
+class TrainConfig(Section):
+    """Length, batch, precision, objective, checkpoints."""
+
+    max_train_steps: int = Field(1000, gt=0)
+    """Optimizer steps of the whole run, those before a resume included."""
+    train_batch_size: int = Field(1, gt=0)
+    """Clips per micro-batch."""
+    gradient_accumulation_steps: int = Field(1, gt=0)
+    """Micro-batches per step; weights still cross the link only twice per step."""
+    mixed_precision: Literal["no", "bf16"] = "no"
+    """Compute dtype of weights and activations; the master weights are fp32 either way."""
+    seed: int = 0
+    """Seed of initial weights, data order, noise and timesteps."""
+    shift: float = Field(1.0, gt=0)
+    """Timestep shift s: sigma' = s*sigma / (1 + (s-1)*sigma)."""
+    weighting_scheme: Literal["none", "logit_normal", "sigma_sqrt", "cosmap"] = "logit_normal"
+    """Density or weighting of timesteps, as diffusers' training examples name them."""
+    logit_mean: float = 0.0
+    """Mean of the logit of sigma (logit_normal only); above 0 favours noisier timesteps."""
+    logit_std: float = Field(1.0, gt=0)
+    """Its standard deviation."""
+    checkpointing_steps: int = Field(500, gt=0)
+    """Steps between checkpoints; one is also saved at the end and on Ctrl-C."""
+    checkpoints_total_limit: int | None = Field(None, gt=0)
+    """Oldest checkpoints beyond this number are deleted."""
+    resume_from_checkpoint: str | None = None
+    """`latest` or the path of a checkpoint folder."""
+    validation_steps: int = Field(100, gt=0)
+    """Steps between evaluations of eval/loss."""
+    validation_batches: int = Field(4, gt=0)
+    """Batches per evaluation; noise and timesteps are the same each time."""
+    use_ema: bool = False
+    """Keep an exponential moving average of the weights, for sampling."""
+    ema_decay: float = Field(0.999, ge=0, lt=1)
+    """Share of the average kept at each step."""
+
+
+class OffloadConfig(Section):
+    """Where state lives and how it streams."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where blocks compute; `auto` is cuda where there is one."""
+    slots: int = Field(2, ge=2)
+    """Device-side buffers, one block each."""
+    micro_batch_size: int | None = Field(None, gt=0)
+    """Clips per pass through a block; null takes train.train_batch_size."""
+    state_format: Literal["split"] = "split"
+    """How a bf16 weight and its fp32 master are stored (12 bytes per parameter)."""
+
+
+class SampleConfig(Section):
+    """Generation, in `megaslide sample` and during training."""
+
+    prompts: tuple[str, ...] = ()
+    """Captions sampled; during training every `every_steps`."""
+    every_steps: int | None = Field(None, gt=0)
+    """Sample during training this often; null only samples on request."""
+    bucket: str | None = None
+    """FRAMESxHEIGHTxWIDTH in pixels; null takes the first training bucket."""
+    num_inference_steps: int = Field(30, gt=0)
+    """Denoising steps."""
+    guidance_scale: float = Field(3.0, ge=0)
+    """1 turns classifier-free guidance off."""
+    fps: float = Field(8.0, gt=0)
+    """Frame rate of the written clips."""
+    seed: int = 0
+    """Seed of the initial noise."""
+
+    @field_validator("bucket")
+    @classmethod
+    def _bucket_parses(cls, bucket: str | None) -> str | None:
+        if bucket is not None:
+            parse_triple(bucket)
+        return bucket
+
+
+class LogConfig(Section):
+    """What is reported, and where."""
+
+    report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"
+    """JSONL (`log.jsonl`) is always written besides."""
+    log_every: int = Field(10, gt=0)
+    """Steps between log lines."""
+
+
+class Config(Section):
+    """Everything one run needs; saved as `config.yaml` in its output folder."""
+
+    output_dir: str = "runs/megaslide"
+    """Where checkpoints, samples, the log and the resolved config go."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    attention: AttentionConfig = AttentionConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    offload: OffloadConfig = OffloadConfig()
+    sample: SampleConfig = SampleConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _groups_divide_heads(self) -> "Config":
+        heads, groups = self.model.num_attention_heads, self.attention.offset_groups
+        if heads is not None and heads % groups:
+            raise ValueError(
+                f"attention.offset_groups={groups} does not divide "
+                f"model.num_attention_heads={heads}"
+            )
+        return self
+
+
+def parse_triple(text: str) -> Triple:
+    """`"8x64x96"` as (8, 64, 96); ValueError names what is accepted."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not TxHxW, such as 8x64x96")
+    t, h, w = (int(group) for group in match.groups())
+    return t, h, w
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file (None: all defaults) and apply `section.key=value` overrides.
+
+    Raises:
+        InputError: unreadable file, malformed override, unknown key, or a value out of range.
+    """
+    values = {} if path is None else _read_yaml(path)
+    for override in overrides:
+        _apply_override(values, override)
+    source = "command line" if path is None else str(path)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise InputError(f"{source}: {_describe(error)}") from None
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved configuration as YAML that `load_config` reads back unchanged."""
+    path.write_text(yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False))
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}", "give the path of a YAML config") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not a text file", "give the path of a YAML config") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(values or {}, dict):
+        raise InputError(f"{path}: the top level is a {type(values).__name__}, not sections")
+    return values or {}
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise InputError(f"override {override!r} has no '='", "write section.key=value")
+    *sections, leaf = key.strip().split(".")
+    node = values
+    for section in sections:
+        child = node.setdefault(section, {})
+        if child is None:
+            child = node[section] = {}
+        if not isinstance(child, dict):
+            raise InputError(f"override {override!r}: {section} is a value, not a section")
+        node = child
+    try:
+        node[leaf] = _scalar(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"override {override!r}: the value is not valid YAML: {error}") from None
+
+
+def _scalar(text: str) -> Any:
+    """YAML value; also reads `1e-5`, which YAML 1.1 takes for a string."""
+    value = yaml.safe_load(text)
+    if isinstance(value, str) and value == text.strip():  # a quoted number stays text
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _describe(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(f"unknown key {where!r}; {_nearest(item['loc'])}")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{where or 'config'}: {message} (got {_short(item['input'])})")
+    return "\n  ".join(lines)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _nearest(location: tuple[int | str, ...]) -> str:
+    section: type[BaseModel] = Config
+    for part in location[:-1]:
+        section = section.model_fields[str(part)].annotation  # type: ignore[assignment]
+    valid = list(section.model_fields)
+    close = difflib.get_close_matches(str(location[-1]), valid, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {'.'.join([*map(str, location[:-1]), close[0]])!r}?"
+    return f"valid keys here: {', '.join(valid)}"

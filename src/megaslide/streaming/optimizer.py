@@ -1,0 +1,134 @@
+"""The optimizer, on the host, hidden behind the next forward pass.
+
+After backward the global norm is exact and the clip coefficient known; AdamW then walks the units
+in forward order on its own thread while the next forward already streams. A unit is loaded only
+after its own update (its `updated` event), so there is no staleness and nothing to roll back.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megaslide.ops.adamw import AdamWSettings, adamw_
+from megaslide.streaming.layout import Segment, UnitLayout
+from megaslide.streaming.store import Store
+from megaslide.streaming.transfer import Event
+from megaslide.tracing import Trace
+
+
+class StreamedAdamW:
+    """Updates the store; one thread, one unit at a time, in the order it is given."""
+
+    def __init__(self, store: Store, trace: Trace, ema_decay: float | None) -> None:
+        self._store, self._trace, self._ema_decay = store, trace, ema_decay
+        self._updated = [Event.completed() for _ in store.units]
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_drain, args=(self._queue,), name="adamw", daemon=True
+        )
+        self._thread.start()
+
+    def updated(self, unit: int) -> Event:
+        """Done when the unit's latest update is in the store."""
+        return self._updated[unit]
+
+    def launch(
+        self, order: Sequence[int], present: Sequence[set[str]], settings: AdamWSettings,
+        grad_scale: float,
+    ) -> None:  # fmt: skip
+        """Start updating the units in `order`; `present` names each unit's parameters with a gradient."""
+        for unit in order:
+            self._updated[unit] = done = Event()
+            self._queue.put(self._task(unit, present[unit], settings, grad_scale, done))
+
+    def finish(self) -> None:
+        """Wait until every update launched so far is in the store."""
+        for event in self._updated:
+            event.wait()
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _task(
+        self, unit: int, present: set[str], settings: AdamWSettings, scale: float, done: Event
+    ) -> Callable[[], None]:
+        layout = self._store.units[unit]
+
+        def run() -> None:
+            try:
+                with self._trace.span("adamw", layout.name):
+                    self._update(unit, layout, present, settings, scale)
+            except BaseException as error:
+                done.set(error)
+            else:
+                done.set()
+
+        return run
+
+    def _update(
+        self, unit: int, layout: UnitLayout, present: set[str], settings: AdamWSettings,
+        scale: float,
+    ) -> None:  # fmt: skip
+        steps = self._store.steps[unit]
+        for name in present:
+            steps[name] += 1
+        for segment in layout.segments:
+            for start, stop, step in _runs(layout, segment, present, steps):
+                self._update_run(unit, segment, slice(start, stop), step, settings, scale)
+
+    def _update_run(
+        self, unit: int, segment: Segment, part: slice, step: int, settings: AdamWSettings,
+        scale: float,
+    ) -> None:  # fmt: skip
+        store = self._store
+        residual = store.residual(unit, segment)
+        ema = None
+        if self._ema_decay is not None:
+            ema = segment.element(store.moments(unit, "ema"))[part]
+        adamw_(
+            segment.weight(store.weights(unit))[part],
+            None if residual is None else residual[part],
+            segment.element(store.moments(unit, "exp_avg"))[part],
+            segment.element(store.moments(unit, "exp_avg_sq"))[part],
+            segment.weight(store.gradient(unit))[part],
+            settings,
+            step=step,
+            grad_scale=scale,
+            ema=ema,
+            ema_decay=self._ema_decay or 0.0,
+        )
+
+
+def _runs(
+    layout: UnitLayout, segment: Segment, present: set[str], steps: dict[str, int]
+) -> list[tuple[int, int, int]]:
+    """(start, stop, step) of maximal contiguous parts of the segment with one step count.
+
+    A parameter without a gradient is skipped, as torch.optim does: its moments do not decay and
+    its step does not advance. Usually the whole segment is one run.
+    """
+    inside = [
+        p for p in layout.trainable
+        if segment.element_offset <= p.element_offset < segment.element_offset + segment.numel
+    ]  # fmt: skip
+    stops = [p.element_offset - segment.element_offset for p in inside[1:]] + [segment.numel]
+    runs: list[tuple[int, int, int]] = []
+    for parameter, stop in zip(inside, stops, strict=True):
+        start = parameter.element_offset - segment.element_offset
+        if parameter.name not in present:
+            continue
+        step = steps[parameter.name]
+        if runs and runs[-1][1:] == (start, step):
+            runs[-1] = (runs[-1][0], stop, step)
+        else:
+            runs.append((start, stop, step))
+    return runs
+
+
+def _drain(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    torch.set_grad_enabled(False)
+    while (task := tasks.get()) is not None:
+        task()

@@ -1,0 +1,6 @@
+"""The toy models are importable by name from the tests of this folder."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

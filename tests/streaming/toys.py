@@ -1,0 +1,90 @@
+"""Small models with the shapes of trouble that real ones have, and a plain PyTorch loop."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+Tensor = torch.Tensor
+
+
+class Block(nn.Module):
+    """Attention-free block: batch and shared inputs, keyword and positional, dropout."""
+
+    def __init__(self, dim: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor, shift: Tensor, *, table: Tensor) -> Tensor:
+        inner = torch.tanh(self.up(self.norm(hidden) + shift[:, None] + table))
+        return hidden + self.down(self.dropout(inner))
+
+
+class Net(nn.Module):
+    """embed -> blocks -> head, with a conditioning tensor and a table shared by all blocks."""
+
+    def __init__(self, dim: int = 16, depth: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, dim)
+        self.condition = nn.Linear(3, dim)
+        self.register_buffer("table", torch.linspace(-1, 1, 7 * dim).view(1, 7, dim))
+        self.blocks = nn.ModuleList(Block(dim, dropout) for _ in range(depth))
+        self.head = nn.Linear(dim, 2)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        hidden, shift = self.embed(x), self.condition(c)
+        for block in self.blocks:
+            hidden = block(hidden, shift, table=self.table)
+        return self.head(hidden)
+
+
+def net(seed: int = 0, **options: Any) -> Net:
+    torch.manual_seed(seed)
+    return Net(**options)
+
+
+def batches(count: int, size: int = 4, seed: int = 1) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """`count` batches of (x [B, 7, 5], c [B, 3], target [B, 7, 2])."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = ((size, 7, 5), (size, 3), (size, 7, 2))
+    return [tuple(torch.randn(s, generator=g) for s in shapes) for _ in range(count)]  # type: ignore[misc]
+
+
+def train_plain(
+    model: nn.Module, data: list[Any], *, max_grad_norm: float | None = 1.0, **adamw: Any
+) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of the loop everybody writes."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, **adamw)
+    losses, norms = [], []
+    for x, c, y in data:
+        loss = (model(x, c) - y).square().mean()
+        loss.backward()
+        limit = float("inf") if max_grad_norm is None else max_grad_norm
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, limit).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def train_streamed(streamed: Any, data: list[Any]) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for x, c, y in data:
+        loss = (streamed(x, c) - y).square().mean()
+        loss.backward()
+        norms.append(streamed.step().grad_norm)
+        losses.append(loss.item())
+    return losses, norms
+
+
+def largest_relative(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Largest over tensors of |a - b| / |b| in the maximum norm."""
+    assert a.keys() == b.keys()
+    return max(
+        ((a[k].float() - b[k].float()).abs().max() / b[k].float().abs().max().clamp_min(1e-12)).item()
+        for k in b
+    )
