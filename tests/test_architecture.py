@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "megaslide"
 LEVELS = {
     "errors": 0, "tracing": 0, "config": 0,
-    "ops": 1,
+    "ops": 1, "runs": 1, "weights": 1,
     "models": 2, "streaming": 2, "diffusion": 2, "data": 2, "planning": 2,
     "sampling": 3, "evaluation": 3,
     "training": 4,

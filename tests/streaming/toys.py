@@ -85,6 +85,8 @@ def largest_relative(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Largest over tensors of |a - b| / |b| in the maximum norm."""
     assert a.keys() == b.keys()
     return max(
-        ((a[k].float() - b[k].float()).abs().max() / b[k].float().abs().max().clamp_min(1e-12)).item()
+        (
+            (a[k].float() - b[k].float()).abs().max() / b[k].float().abs().max().clamp_min(1e-12)
+        ).item()
         for k in b
     )

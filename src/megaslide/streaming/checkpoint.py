@@ -1,12 +1,10 @@
 """The store's state as files, unit by unit, so that saving never needs a second copy in RAM.
 
-Weights use the diffusers layout (`config.json`, `diffusion_pytorch_model*.safetensors`, an index
-when there are several shards). The rest of the state is one safetensors file per unit with
+Weights use the diffusers layout. The rest of the state is one safetensors file per unit with
 per-parameter names, so that it does not depend on how a version lays out its arenas.
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,39 +15,26 @@ from torch import nn
 from megaslide.errors import InputError
 from megaslide.streaming.layout import ParameterSlice
 from megaslide.streaming.store import Store
-
-WEIGHTS = "diffusion_pytorch_model"
-MAX_SHARD_BYTES = 5 * 1000**3  # diffusers' default
+from megaslide.weights import MAX_SHARD_BYTES, read_weights, write_weights
 
 
 def save_weights(model: nn.Module, store: Store, folder: Path) -> None:
     """Write config.json (when the model can) and the weights the store serves now."""
     folder.mkdir(parents=True, exist_ok=True)
-    if hasattr(model, "save_config"):
-        model.save_config(folder)
-    shards = list(_shards(store))
-    if len(shards) == 1:
-        _save(shards[0], folder / f"{WEIGHTS}.safetensors")
-        return
-    where: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"{WEIGHTS}-{number:05d}-of-{len(shards):05d}.safetensors"
-        _save(shard, folder / file)
-        where |= dict.fromkeys(shard, file)
-    total = sum(t.nbytes for shard in shards for t in shard.values())
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    (folder / f"{WEIGHTS}.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    save_config = getattr(model, "save_config", None)
+    if callable(save_config):
+        save_config(folder)
+    sizes = {p.name: p.nbytes for unit in store.units for p in unit.parameters}
+    write_weights(folder, sizes, store.named_weights(), MAX_SHARD_BYTES)
 
 
 def load_weights(store: Store, folder: Path) -> None:
     """Fill the store from `save_weights`' files; masters become the saved weights."""
     places = {p.name: (i, p) for i, u in enumerate(store.units) for p in u.parameters}
     missing = set(places)
-    for file in _weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                _load_weight(store, places.get(name), name, tensors.get_tensor(name), file)
-                missing.discard(name)
+    for name, value, file in read_weights(folder):
+        _load_weight(store, places.get(name), name, value, file)
+        missing.discard(name)
     if missing:
         raise InputError(
             f"{folder}: {len(missing)} of {len(places)} parameters are missing, "
@@ -85,37 +70,18 @@ def load_optimizer(store: Store, folder: Path) -> None:
 
 
 def _state(store: Store, unit: int, parameter: ParameterSlice) -> dict[str, torch.Tensor]:
-    kinds = [k for k in ("exp_avg", "exp_avg_sq", "ema") if k in store.nbytes]
-    state = {kind: parameter.element(store.moments(unit, kind)) for kind in kinds}
+    state: dict[str, torch.Tensor] = {}
+    for kind in ("exp_avg", "exp_avg_sq", "ema"):
+        if kind in store.nbytes:
+            state[kind] = parameter.element(store.moments(unit, kind))
     residual = store.parameter_residual(unit, parameter)
-    return state if residual is None else {**state, "residual": residual}
-
-
-def _shards(store: Store) -> Iterator[dict[str, torch.Tensor]]:
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, weight in store.named_weights():
-        if shard and size + weight.nbytes > MAX_SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = weight
-        size += weight.nbytes
-    yield shard
+    if residual is not None:
+        state["residual"] = residual
+    return state
 
 
 def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / f"{WEIGHTS}.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        return [folder / name for name in names]
-    single = folder / f"{WEIGHTS}.safetensors"
-    if not single.exists():
-        raise InputError(f"{folder}: no {WEIGHTS}.safetensors", "give a folder with saved weights")
-    return [single]
 
 
 def _load_weight(

@@ -89,7 +89,7 @@ class Executor:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._call(unit, original, args, kwargs)
 
-        block.forward = forward  # type: ignore[method-assign]
+        block.forward = forward
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
@@ -216,7 +216,7 @@ class _StreamedBlock(torch.autograd.Function):
     """Autograd's view of one streamed block call; saves the block's inputs and nothing else."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         executor: Executor,
         call: BlockCall,
@@ -232,7 +232,7 @@ class _StreamedBlock(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *out_grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *out_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[4:]
         grads = ctx.executor.run_backward(
             ctx.call, ctx.original, ctx.saved_tensors, out_grads, needed
@@ -250,9 +250,7 @@ class _InputGradients:
     def leaves(self, piece: slice) -> list[Tensor]:
         """The micro-batch's inputs, detached, requiring grad where the originals need it."""
         cut = [t[piece] if self._call.is_split(t) else t for t in self._inputs]
-        return [
-            t.detach().requires_grad_(need) for t, need in zip(cut, self._needed, strict=True)
-        ]
+        return [t.detach().requires_grad_(need) for t, need in zip(cut, self._needed, strict=True)]
 
     def collect(self, piece: slice, leaves: Sequence[Tensor]) -> None:
         for i, leaf in enumerate(leaves):
@@ -260,10 +258,9 @@ class _InputGradients:
                 continue
             if self._call.is_split(self._inputs[i]):
                 self._full(i)[piece] = leaf.grad
-            elif self.result[i] is None:
-                self.result[i] = leaf.grad
             else:
-                self.result[i] = self.result[i] + leaf.grad
+                summed = self.result[i]
+                self.result[i] = leaf.grad if summed is None else summed + leaf.grad
 
     def _full(self, i: int) -> Tensor:
         if self.result[i] is None:
@@ -292,7 +289,8 @@ def _placed(unit: Unit, weights: Sequence[Tensor], external: Sequence[Tensor]) -
     places += list(zip(unit.external, external, strict=True))
     before = [use.owner._parameters[use.key] for use, _ in places]
     for use, tensor in places:
-        use.owner._parameters[use.key] = tensor  # type: ignore[assignment]
+        parameters: dict[str, Any] = use.owner._parameters
+        parameters[use.key] = tensor
     try:
         yield
     finally:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megaslide.streaming.lanes import Event
 from megaslide.streaming.layout import ParameterSlice, Unit, UnitLayout
 from megaslide.streaming.store import Store
-from megaslide.streaming.transfer import Event, Transfer
+from megaslide.streaming.transfer import Transfer
 
 
 @dataclass(slots=True)
@@ -53,9 +54,7 @@ class GradientBuffers:
     def watch_resident(self, leaves: Sequence[torch.Tensor]) -> None:
         """Accumulate the resident unit's gradients from now on; `send_resident` ships them."""
         parameters = self._units[0].layout.parameters
-        self._collected[0] = self._watch(
-            self._resident, list(zip(parameters, leaves, strict=True))
-        )
+        self._collected[0] = self._watch(self._resident, list(zip(parameters, leaves, strict=True)))
 
     def send_resident(self) -> None:
         present = self._collected[0]
@@ -79,9 +78,7 @@ class GradientBuffers:
         for norms in self.landed:
             norms.clear()
 
-    def _watch(
-        self, buffer: _Buffer, pairs: list[tuple[ParameterSlice, torch.Tensor]]
-    ) -> set[str]:
+    def _watch(self, buffer: _Buffer, pairs: list[tuple[ParameterSlice, torch.Tensor]]) -> set[str]:
         buffer.elements.zero_()
         present: set[str] = set()
         for parameter, leaf in pairs:

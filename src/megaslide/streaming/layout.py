@@ -37,10 +37,13 @@ class ParameterSlice:
     def numel(self) -> int:
         return self.shape.numel()
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
     def weight(self, region: torch.Tensor) -> torch.Tensor:
         """Its weight as a view of a uint8 weight region `[nbytes]`."""
-        nbytes = self.numel * self.dtype.itemsize
-        return region[self.byte_offset :][:nbytes].view(self.dtype).view(self.shape)
+        return region[self.byte_offset :][: self.nbytes].view(self.dtype).view(self.shape)
 
     def element(self, region: torch.Tensor) -> torch.Tensor:
         """Its entries of a region `[num_elements]`, in its own shape."""

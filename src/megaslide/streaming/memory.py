@@ -59,7 +59,11 @@ class _StorageFollower(TorchDispatchMode):
         self._total = self.peak = 0
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):

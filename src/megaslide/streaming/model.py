@@ -17,15 +17,16 @@ from megaslide.ops.adamw import AdamWSettings
 from megaslide.streaming import checkpoint
 from megaslide.streaming.executor import Executor
 from megaslide.streaming.gradients import GradientBuffers
+from megaslide.streaming.lanes import Event
 from megaslide.streaming.layout import Unit, find_blocks, plan_units
 from megaslide.streaming.optimizer import StreamedAdamW
 from megaslide.streaming.slots import SlotCache
 from megaslide.streaming.store import Store
-from megaslide.streaming.transfer import CpuTransfer, Event, Transfer, TransferHooks
+from megaslide.streaming.transfer import CpuTransfer, Transfer, TransferHooks
 from megaslide.tracing import Trace
 
 
-class NonFiniteGradient(RuntimeError):
+class NonFiniteGradientError(RuntimeError):
     """The global gradient norm is NaN or infinite; nothing was updated."""
 
 
@@ -141,7 +142,7 @@ class StreamedModel:
         Whatever reads weights afterwards (the next call, saving, EMA) waits for the update.
 
         Raises:
-            NonFiniteGradient: the norm is not finite; no state has changed, `zero_grad` clears.
+            NonFiniteGradientError: the norm is not finite. Nothing has changed; `zero_grad` clears.
         """
         self._gradients.send_resident()
         self._gradients.finish()
@@ -168,7 +169,7 @@ class StreamedModel:
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if not torch.isfinite(norm):
             bad = [name for name, value in landed.items() if not torch.isfinite(value)]
-            raise NonFiniteGradient(f"gradient norm is {norm.item()}; first in {bad[:3]}")
+            raise NonFiniteGradientError(f"gradient norm is {norm.item()}; first in {bad[:3]}")
         if self._max_grad_norm is None:
             return norm.item(), 1.0
         coef = torch.clamp(self._max_grad_norm / (norm + 1e-6), max=1.0)

@@ -5,16 +5,13 @@ in forward order on its own thread while the next forward already streams. A uni
 after its own update (its `updated` event), so there is no staleness and nothing to roll back.
 """
 
-import queue
-import threading
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Sequence
+from functools import partial
 
 from megaslide.ops.adamw import AdamWSettings, adamw_
+from megaslide.streaming.lanes import Event, Lane
 from megaslide.streaming.layout import Segment, UnitLayout
 from megaslide.streaming.store import Store
-from megaslide.streaming.transfer import Event
 from megaslide.tracing import Trace
 
 
@@ -22,13 +19,9 @@ class StreamedAdamW:
     """Updates the store; one thread, one unit at a time, in the order it is given."""
 
     def __init__(self, store: Store, trace: Trace, ema_decay: float | None) -> None:
-        self._store, self._trace, self._ema_decay = store, trace, ema_decay
+        self._store, self._ema_decay = store, ema_decay
         self._updated = [Event.completed() for _ in store.units]
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=_drain, args=(self._queue,), name="adamw", daemon=True
-        )
-        self._thread.start()
+        self._lane = Lane("adamw", trace)
 
     def updated(self, unit: int) -> Event:
         """Done when the unit's latest update is in the store."""
@@ -38,10 +31,13 @@ class StreamedAdamW:
         self, order: Sequence[int], present: Sequence[set[str]], settings: AdamWSettings,
         grad_scale: float,
     ) -> None:  # fmt: skip
-        """Start updating the units in `order`; `present` names each unit's parameters with a gradient."""
+        """Start updating the units in `order`.
+
+        `present` names, per unit, the parameters that received a gradient.
+        """
         for unit in order:
-            self._updated[unit] = done = Event()
-            self._queue.put(self._task(unit, present[unit], settings, grad_scale, done))
+            work = partial(self._update, unit, present[unit], settings, grad_scale)
+            self._updated[unit] = self._lane.submit(work, self._store.units[unit].name)
 
     def finish(self) -> None:
         """Wait until every update launched so far is in the store."""
@@ -49,29 +45,10 @@ class StreamedAdamW:
             event.wait()
 
     def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
+        self._lane.close()
 
-    def _task(
-        self, unit: int, present: set[str], settings: AdamWSettings, scale: float, done: Event
-    ) -> Callable[[], None]:
+    def _update(self, unit: int, present: set[str], settings: AdamWSettings, scale: float) -> None:
         layout = self._store.units[unit]
-
-        def run() -> None:
-            try:
-                with self._trace.span("adamw", layout.name):
-                    self._update(unit, layout, present, settings, scale)
-            except BaseException as error:
-                done.set(error)
-            else:
-                done.set()
-
-        return run
-
-    def _update(
-        self, unit: int, layout: UnitLayout, present: set[str], settings: AdamWSettings,
-        scale: float,
-    ) -> None:  # fmt: skip
         steps = self._store.steps[unit]
         for name in present:
             steps[name] += 1
@@ -126,9 +103,3 @@ def _runs(
         else:
             runs.append((start, stop, step))
     return runs
-
-
-def _drain(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    torch.set_grad_enabled(False)
-    while (task := tasks.get()) is not None:
-        task()

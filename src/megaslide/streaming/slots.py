@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megaslide.streaming.lanes import Event
 from megaslide.streaming.store import Store
-from megaslide.streaming.transfer import Event, Transfer
+from megaslide.streaming.transfer import Transfer
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ class SlotCache:
             self._load(victim, unit)
 
     def invalidate(self) -> None:
-        """Forget all contents: the store's weights are about to change, or another set is served."""
+        """Forget all contents: the weights change, or another set of them is served."""
         for slot in self._slots:
             if slot.pinned:
                 raise RuntimeError("weights changed while a block is computing")

@@ -9,9 +9,7 @@ logic that runs, and a missing wait is a wrong number, not a harmless alias.
 released memory is filled with NaN.
 """
 
-import queue
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,37 +17,11 @@ from typing import Protocol
 
 import torch
 
+from megaslide.streaming.lanes import Event, Lane
 from megaslide.streaming.memory import DeviceMemory
 from megaslide.tracing import Trace
 
 NAN_BYTE = 0xFF  # four of them are a float32 NaN, two a bfloat16 NaN
-
-
-class Event:
-    """Completion of one piece of asynchronous work, with the error if it failed."""
-
-    def __init__(self) -> None:
-        self._flag = threading.Event()
-        self._error: BaseException | None = None
-
-    @classmethod
-    def completed(cls) -> "Event":
-        event = cls()
-        event.set()
-        return event
-
-    def set(self, error: BaseException | None = None) -> None:
-        self._error = error
-        self._flag.set()
-
-    def done(self) -> bool:
-        return self._flag.is_set()
-
-    def wait(self) -> None:
-        """Block until the work is done; RuntimeError if it failed."""
-        self._flag.wait()
-        if self._error is not None:
-            raise RuntimeError(f"asynchronous work failed: {self._error}") from self._error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +53,7 @@ class Transfer(Protocol):
 
     def d2h(
         self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event], name: str, *,
-        land: Callable[[torch.Tensor, torch.Tensor], None], 
+        land: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> Event:  # fmt: skip
         """Bring a device region to the host; `land(target, arrived)` combines the two there."""
         ...
@@ -111,8 +83,8 @@ class CpuTransfer:
         self.trace = trace
         self.memory = DeviceMemory()
         self._hooks = hooks or TransferHooks()
-        self._h2d = _Lane("h2d", trace, self._hooks)
-        self._d2h = _Lane("d2h", trace, self._hooks)
+        self._h2d, self._d2h = Lane("h2d", trace), Lane("d2h", trace)
+        self._random = random.Random(self._hooks.seed)
 
     def allocate(self, nbytes: int, kind: str) -> torch.Tensor:
         region = torch.zeros(nbytes, dtype=torch.uint8)
@@ -123,13 +95,13 @@ class CpuTransfer:
         self, target: torch.Tensor, source: Callable[[], torch.Tensor], after: Sequence[Event],
         name: str,
     ) -> Event:  # fmt: skip
-        return self._h2d.submit(lambda: target.copy_(source()), after, name, target.nbytes)
+        return self._copy(self._h2d, lambda: target.copy_(source()), after, name, target.nbytes)
 
     def d2h(
         self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event], name: str, *,
         land: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> Event:  # fmt: skip
-        return self._d2h.submit(lambda: land(target, source), after, name, source.nbytes)
+        return self._copy(self._d2h, lambda: land(target, source), after, name, source.nbytes)
 
     def record(self) -> Event:
         return Event.completed()  # CPU compute is synchronous
@@ -149,46 +121,19 @@ class CpuTransfer:
         self._h2d.close()
         self._d2h.close()
 
-
-class _Lane:
-    """One worker thread that runs submitted copies in order."""
-
-    def __init__(self, name: str, trace: Trace, hooks: TransferHooks) -> None:
-        self._name, self._trace, self._hooks = name, trace, hooks
-        self._random = random.Random(f"{name}-{hooks.seed}")
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_drain, args=(self._queue,), name=name, daemon=True)
-        self._thread.start()
-
-    def submit(
-        self, copy: Callable[[], object], after: Sequence[Event], name: str, nbytes: int
+    def _copy(
+        self,
+        lane: Lane,
+        copy: Callable[[], object],
+        after: Sequence[Event],
+        name: str,
+        nbytes: int,
     ) -> Event:
-        done = Event()
         delay = self._random.uniform(0, self._hooks.max_delay_s)
 
-        def run() -> None:
-            try:
-                for event in after:
-                    event.wait()
-                if delay:
-                    time.sleep(delay)
-                with self._trace.span(self._name, name, nbytes):
-                    copy()
-            except BaseException as error:
-                done.set(error)
-            else:
-                done.set()
+        def delayed() -> None:
+            if delay:
+                time.sleep(delay)
+            copy()
 
-        self._queue.put(run)
-        return done
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-
-
-def _drain(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    # A function, not a method: the thread must not keep its lane, and so the engine, alive.
-    torch.set_grad_enabled(False)
-    while (task := tasks.get()) is not None:
-        task()
+        return lane.submit(delayed, name, after=after, nbytes=nbytes)

@@ -1,0 +1,144 @@
+"""`megaslide demo`: everything once, small, on whatever machine this is.
+
+The same functions that the other verbs call, in their order: draw and copy clips, prepare them,
+train a VideoDiT whose state exceeds the device's peak, sample it from its checkpoint, and write
+down what was measured. Nothing is faked for the demo; only the sizes are small.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaslide.config import Config, load_config
+from megaslide.data.footage import footage_path
+from megaslide.data.prepare import prepare
+from megaslide.data.sprites import write_sprites
+from megaslide.demo.report import write_report
+from megaslide.errors import InputError
+from megaslide.planning.hardware import probe
+from megaslide.sampling import sample_run
+from megaslide.training.logs import read_log
+from megaslide.training.loop import TrainResult, train
+
+Progress = Callable[..., None]
+"""Called with (done, total, ...): what is done differs by phase."""
+
+SPRITES = 480
+FILM = "bigbuckbunny.mp4"
+FILM_CAPTION = "a fat grey rabbit in a green meadow, cartoon"
+EXAMPLES_SHOWN = 4
+
+
+def demo_config(out: Path) -> Config:
+    """The demo's configuration with its folders under `out`."""
+    folders = {
+        "output_dir": out / "run",
+        "data.path": out / "clips",
+        "data.cache_dir": out / "cache",
+    }
+    overrides = [f"{key}={json.dumps(str(path))}" for key, path in folders.items()]
+    source = resources.files("megaslide.demo").joinpath("demo.yaml")
+    with resources.as_file(source) as path:
+        return load_config(path, overrides)
+
+
+def run_demo(out: Path, progress: Progress | None = None) -> dict[str, Any]:
+    """Run the demo into `out` and return what `out/summary.json` holds.
+
+    Writes `clips/`, `cache/`, `run/`, `samples/`, `summary.json` and `report.html`.
+
+    Raises:
+        InputError: `out` holds something that is not an earlier demo.
+        ImportError: a package of the `demo` extra is missing.
+    """
+    start = time.perf_counter()
+    _claim(out)
+    config = demo_config(out)
+    write_clips(out / "clips", config)
+    patch_size = config.model.patch_size or (1, 1, 1)
+    prepare(config.data, patch_size=patch_size, progress=progress)
+    trained_from = time.perf_counter()
+    result = train(config, on_progress=progress)
+    train_s = time.perf_counter() - trained_from
+    paths = sample_run(result.checkpoint, out=out / "samples", progress=progress)
+    summary = _summary(config, result, paths)
+    summary |= {"train_s": train_s, "wall_s": time.perf_counter() - start}
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    _write_report(out, config, result, summary, paths)
+    return summary
+
+
+def write_clips(folder: Path, config: Config) -> None:
+    """Moving digits drawn for the demo, and a real film as it comes."""
+    frames, height, width = (int(n) for n in config.data.buckets[0].split("x"))
+    write_sprites(folder / "sprites", count=SPRITES, frames=frames, size=(height, width), seed=0)
+    shutil.copyfile(footage_path(FILM), folder / FILM)
+    (folder / FILM).with_suffix(".txt").write_text(FILM_CAPTION + "\n")
+
+
+def _claim(out: Path) -> None:
+    """Make `out` an empty folder of ours; never delete what is not a demo's."""
+    marker = out / "DEMO"
+    if out.exists() and any(out.iterdir()) and not marker.exists():
+        raise InputError(f"{out}: is not empty and not an earlier demo", "give another --out")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    marker.write_text("Written by `megaslide demo`; the next demo here replaces this folder.\n")
+
+
+def _summary(config: Config, result: TrainResult, paths: list[Path]) -> dict[str, Any]:
+    assert result.validation is not None  # the demo's data always has a validation split
+    first, *_, last = [r["eval/loss"] for r in read_log(_run(config)) if "eval/loss" in r]
+    return {
+        "params": result.parameters,
+        "state_bytes": result.state_bytes,
+        "device_peak_bytes": sum(result.device_bytes.values()),
+        "steps": result.step,
+        "val_loss_first": first,
+        "val_loss": last,
+        "val_loss_zero": result.validation.zero_loss,
+        "step_s": result.step_time_s,
+        "h2d_bytes": result.h2d_bytes,
+        "d2h_bytes": result.d2h_bytes,
+        "threads": torch.get_num_threads(),
+        "device": "cpu",
+        "samples": [str(path.relative_to(path.parent.parent)) for path in paths],
+    }
+
+
+def _write_report(
+    out: Path,
+    config: Config,
+    result: TrainResult,
+    summary: Mapping[str, Any],
+    paths: list[Path],
+) -> None:
+    records = read_log(_run(config))
+    memory = {**result.device_bytes, "state": result.state_bytes}
+    memory["gradient_buffers"] = memory.pop("gradients")
+    examples = sorted((out / "clips" / "sprites").glob("*.mp4"))[:EXAMPLES_SHOWN]
+    write_report(
+        out / "report.html",
+        {key: value for key, value in summary.items() if key != "samples"},
+        {name: _points(records, f"{name}/loss") for name in ("train", "eval")},
+        [(prompt, path) for prompt, path in zip(config.sample.prompts, paths, strict=True)],
+        [(path.with_suffix(".txt").read_text().strip(), path) for path in examples],
+        memory,
+        result.last_step_spans,
+        config=config,
+        machine=probe(out).to_dict(),
+    )
+
+
+def _points(records: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
+    return [(r["step"], r[key]) for r in records if r.get(key) is not None]
+
+
+def _run(config: Config) -> Path:
+    return Path(config.output_dir)

@@ -1,0 +1,1 @@
+"""The objective a model is trained with and the sampler that generates from it, model-agnostic."""

@@ -1,0 +1,130 @@
+"""The folder of a run: which checkpoints it holds, and how one comes to be there whole.
+
+`checkpoint-N/` appears by one rename of a finished temporary folder that ends with a COMPLETE
+marker, so whoever finds it can trust it. The same place answers "which checkpoint does the user
+mean", for resuming and for sampling alike.
+"""
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megaslide.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+COMPLETE = "COMPLETE"
+STATE = "trainer_state.json"
+CONFIG = "config.yaml"
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    found = {}
+    for folder in run.glob("checkpoint-*"):
+        match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+        if match and (folder / COMPLETE).exists():
+            found[int(match[1])] = folder
+    return [found[step] for step in sorted(found)]
+
+
+def find_checkpoint(source: Path) -> Path:
+    """The checkpoint that a path names: itself, or the latest of a run.
+
+    Raises:
+        InputError: not a folder, no complete checkpoint in it, or one without its marker.
+    """
+    if not source.is_dir():
+        raise InputError(f"{source}: no such folder", "give a run's folder or a checkpoint-N in it")
+    if (source / COMPLETE).exists():
+        return source
+    if (source / "transformer").is_dir() or source.name.startswith("checkpoint-"):
+        raise InputError(
+            f"{source}: no {COMPLETE} file, so saving it did not finish",
+            "use an earlier checkpoint, or the run's folder for the latest complete one",
+        )
+    found = checkpoints(source)
+    if not found:
+        raise InputError(
+            f"{source}: holds no complete checkpoint-N folder",
+            "train first, or give another folder",
+        )
+    return found[-1]
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """trainer_state.json of a checkpoint."""
+    return json.loads((checkpoint / STATE).read_text())
+
+
+def publish(
+    run: Path, step: int, write: Callable[[Path], None], *, needed_bytes: int, limit: int | None
+) -> Path:
+    """Create `checkpoint-{step}` from what `write` puts into a folder, then drop the oldest.
+
+    Args:
+        needed_bytes: rough size of the checkpoint; refused beforehand if the disk has less.
+        limit: complete checkpoints to keep, None for all.
+
+    Raises:
+        InputError: the disk is too full; earlier checkpoints are untouched.
+    """
+    target = run / f"checkpoint-{step}"
+    require_space(run, needed_bytes, f"saving {target.name}")
+    partial = run / f".partial-{target.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        write(partial)
+        (partial / COMPLETE).write_text("")
+        _sync(partial)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(partial, target)
+    except Exception as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if _is_disk_full(error):
+            raise _disk_full(run, needed_bytes, f"saving {target.name}") from error
+        raise
+    _prune(run, limit)
+    return target
+
+
+def require_space(folder: Path, needed_bytes: int, purpose: str) -> None:
+    """InputError if the disk of `folder` has less than `needed_bytes` free."""
+    if shutil.disk_usage(folder).free < needed_bytes:
+        raise _disk_full(folder, needed_bytes, purpose)
+
+
+def _disk_full(folder: Path, needed: int, purpose: str) -> InputError:
+    free = shutil.disk_usage(folder).free
+    return InputError(
+        f"{folder}: {purpose} needs {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB free; "
+        "earlier checkpoints are untouched",
+        "free some space or set train.checkpoints_total_limit, then resume from the latest one",
+    )
+
+
+def _is_disk_full(error: Exception) -> bool:
+    """ENOSPC, also as safetensors reports it: a message around the operating system's code."""
+    return getattr(error, "errno", None) == errno.ENOSPC or "StorageFull" in str(error)
+
+
+def _sync(folder: Path) -> None:
+    """Flush files to the disk before the rename, so that a power cut leaves no empty checkpoint."""
+    for file in (f for f in folder.rglob("*") if f.is_file()):
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+
+
+def _prune(run: Path, limit: int | None) -> None:
+    if limit is None:
+        return
+    for folder in checkpoints(run)[:-limit]:
+        logger.info("removing %s: checkpoints_total_limit is %d", folder, limit)
+        shutil.rmtree(folder)

@@ -1,0 +1,292 @@
+"""From prompts to video files: text embeddings, latents, pixels, mp4.
+
+One path serves `megaslide sample`, sampling during training and the demo. Each prompt draws its
+noise from its own generator, seeded by (seed, index), so adding, removing or batching prompts does
+not change what another prompt gives, beyond the rounding of batched matrix products.
+
+Shapes: B prompts of a batch, latents [B, C, t, h, w], pixels [B, 3, T, H, W], frames [T, H, W, 3],
+text [B, L, D].
+"""
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megaslide.config import Config, SampleConfig, Triple, load_config, parse_triple
+from megaslide.data.codecs import Codec, build_codec
+from megaslide.data.sheets import contact_sheet
+from megaslide.data.text import TextEncoder, build_text_encoder
+from megaslide.data.video import write_video
+from megaslide.diffusion.objectives import Denoiser
+from megaslide.diffusion.samplers import Progress, sample_latents
+from megaslide.errors import InputError
+from megaslide.models.checkpoint import read_config
+from megaslide.models.dit import VideoDiT, VideoDiTConfig
+from megaslide.runs import CONFIG, find_checkpoint
+from megaslide.streaming import StreamedModel, stream
+
+logger = logging.getLogger(__name__)
+
+Frames = np.ndarray
+"""uint8 RGB [T, H, W, 3]."""
+
+_SLUG_LENGTH = 48
+
+
+def generate(
+    model: Denoiser,
+    codec: Codec,
+    text_encoder: TextEncoder,
+    prompts: Sequence[str],
+    *,
+    bucket: Triple,
+    settings: SampleConfig,
+    shift: float,
+    device: torch.device | str,
+    negative_prompt: str = "",
+    batch_size: int = 4,
+    progress: Progress | None = None,
+) -> list[Frames]:
+    """Sample one clip per prompt; `settings.prompts`, `.bucket` and `.fps` are not read here.
+
+    Args:
+        model: predicts the velocity, called as in `megaslide.diffusion`, with the keyword
+            arguments `encoder_hidden_states` [B, L, D] and `encoder_attention_mask` [B, L].
+        prompts: captions; the position of each is part of its seed.
+        bucket: frames, height and width of the clips, in pixels.
+        shift: timestep shift the model was trained with.
+        device: where the model takes its inputs.
+        negative_prompt: what guidance leads away from; the empty caption of training by default.
+        batch_size: prompts sampled together. Streamed weights cross the link once per step and
+            batch, so larger is faster where activations fit.
+        progress: called with (model steps done, in all) over all batches.
+
+    Returns:
+        uint8 RGB frames [T, H, W, 3] per prompt, in order.
+
+    Raises:
+        ValueError: no prompts, or `batch_size` below 1.
+        RuntimeError: a clip came out with values that are not finite.
+    """
+    if not prompts or batch_size < 1:
+        raise ValueError(
+            f"{len(prompts)} prompts and batch_size={batch_size}; both must be 1 or more"
+        )
+    starts = range(0, len(prompts), batch_size)
+    clips: list[Frames] = []
+    for number, start in enumerate(starts):
+        batch = prompts[start : start + batch_size]
+        latents = sample_latents(
+            model,
+            (len(batch), codec.channels, *codec.latent_shape(bucket)),
+            steps=settings.num_inference_steps,
+            guidance_scale=settings.guidance_scale,
+            shift=shift,
+            generator=[prompt_generator(settings.seed, start + i) for i in range(len(batch))],
+            progress=_overall(progress, number, len(starts)),
+            **_text_conditioning(text_encoder, batch, negative_prompt, device),
+        )
+        # One clip at a time: pixels take far more memory than latents.
+        for prompt, row in zip(batch, latents.split(1), strict=True):
+            clips.append(_frames_of(codec, row, bucket[0], prompt))
+    return clips
+
+
+def prompt_generator(seed: int, index: int) -> torch.Generator:
+    """CPU generator of prompt `index`: the same noise on every device, and for no two prompts."""
+    mixed = np.random.SeedSequence((seed % 2**64, index)).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(mixed[0]))
+
+
+def to_frames(pixels: Tensor) -> Frames:
+    """Pixels [3, T, H, W] in [-1, 1], values outside clamped, as uint8 [T, H, W, 3].
+
+    Rounds to the nearest level: truncation would darken every clip by half a level.
+    """
+    levels = ((pixels.float() + 1) * 127.5).round().clamp(0, 255)
+    return levels.to(torch.uint8).permute(1, 2, 3, 0).contiguous().cpu().numpy()
+
+
+def save_samples(
+    frames: Sequence[Frames],
+    prompts: Sequence[str],
+    folder: Path,
+    fps: float,
+    settings: SampleConfig | None = None,
+) -> list[Path]:
+    """Write `00_prompt-slug.mp4` per clip, `contact_sheet.png` and `prompts.json` into `folder`.
+
+    Each file appears under its name only when complete, so a viewer or a dashboard that polls the
+    folder never opens half of one.
+
+    Args:
+        frames: uint8 RGB [T, H, W, 3] per prompt.
+        prompts: one per clip; written in full to `prompts.json`.
+        folder: created if missing; files of the same name are replaced.
+        fps: frames per second.
+        settings: recorded in `prompts.json`, to make the samples again.
+
+    Returns:
+        Paths of the mp4 files, one per prompt, in order.
+
+    Raises:
+        ValueError: no clips, or their number is not that of the prompts.
+    """
+    if not frames or len(frames) != len(prompts):
+        raise ValueError(f"{len(frames)} clips for {len(prompts)} prompts; need 1 or more, equal")
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"{index:02d}_{slug(prompt)}.mp4" for index, prompt in enumerate(prompts)]
+    paths = [
+        _complete(folder / name, partial(write_video, frames=clip, fps=fps))
+        for name, clip in zip(names, frames, strict=True)
+    ]
+    _complete(folder / "contact_sheet.png", partial(contact_sheet, frames, labels=prompts))
+    record = _record(frames, prompts, names, fps, settings)
+    text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+    _complete(folder / "prompts.json", lambda path: path.write_text(text, encoding="utf-8"))
+    logger.info("wrote %d samples to %s", len(paths), folder)
+    return paths
+
+
+def slug(prompt: str) -> str:
+    """Letters, digits and hyphens of a prompt, lower case, for a file name of bounded length."""
+    words = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")
+    return words[:_SLUG_LENGTH].strip("-") or "empty"
+
+
+def _text_conditioning(
+    text_encoder: TextEncoder, prompts: Sequence[str], negative: str, device: torch.device | str
+) -> dict[str, dict[str, Tensor]]:
+    """Arguments `conditioning` and `negative` of the sampler. One call encodes all: one length."""
+    embeddings, mask = (each.to(device) for each in text_encoder.encode([*prompts, negative]))
+    last = torch.full((len(prompts),), len(prompts), device=embeddings.device)
+    return {
+        "conditioning": {
+            "encoder_hidden_states": embeddings[:-1],
+            "encoder_attention_mask": mask[:-1],
+        },
+        "negative": {
+            "encoder_hidden_states": embeddings[last],
+            "encoder_attention_mask": mask[last],
+        },
+    }
+
+
+def _overall(progress: Progress | None, number: int, batches: int) -> Progress | None:
+    if progress is None:
+        return None
+    return lambda done, steps: progress(number * steps + done, batches * steps)
+
+
+@torch.no_grad()
+def _frames_of(codec: Codec, latents: Tensor, num_frames: int, prompt: str) -> Frames:
+    pixels = codec.decode(latents, frames=num_frames)[0]
+    if not pixels.isfinite().all():
+        raise RuntimeError(
+            f"the sample of {prompt!r} has values that are not finite; the model has diverged, "
+            "or a bf16 model overflows: sample an earlier checkpoint, or in fp32"
+        )
+    return to_frames(pixels)
+
+
+def _complete(path: Path, write: Callable[[Path], Any]) -> Path:
+    """Write under a hidden name of the same suffix (which selects the format), then rename."""
+    unfinished = path.with_name(f".partial-{path.name}")
+    try:
+        write(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def _record(
+    frames: Sequence[Frames],
+    prompts: Sequence[str],
+    names: Sequence[str],
+    fps: float,
+    settings: SampleConfig | None,
+) -> dict[str, Any]:
+    samples = [
+        {"file": name, "prompt": prompt, "size": list(clip.shape[:3])}
+        for name, prompt, clip in zip(names, prompts, frames, strict=True)
+    ]
+    recorded = None if settings is None else settings.model_dump(mode="json", exclude={"prompts"})
+    return {"fps": fps, "settings": recorded, "samples": samples}
+
+
+def sample_run(
+    source: Path,
+    *,
+    prompts: Sequence[str] = (),
+    out: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    ema: bool | None = None,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Sample from a run or checkpoint, streaming its weights forward only (no optimizer state).
+
+    Args:
+        source: a run's folder (its latest checkpoint) or a `checkpoint-N`.
+        prompts: captions; those of the run's config if empty.
+        out: where clips go; `samples/` beside the checkpoints by default.
+        settings: fields of `SampleConfig` that replace the run's.
+        ema: averaged weights or not; None takes them if the checkpoint has them.
+
+    Raises:
+        InputError: no complete checkpoint, no prompts, or no averaged weights where asked for.
+    """
+    checkpoint = find_checkpoint(source)
+    config = load_config(checkpoint / CONFIG)
+    sample = SampleConfig.model_validate({**config.sample.model_dump(), **(settings or {})})
+    prompts = tuple(prompts) or sample.prompts
+    if not prompts:
+        raise InputError(f"{checkpoint}: its config has no sample.prompts", "give --prompt")
+    codec = build_codec(config.data.codec)
+    weights = checkpoint / _weights_folder(checkpoint, ema)
+    architecture = read_config(weights, class_name="VideoDiT", parse=VideoDiTConfig.from_dict)
+    with closing(_forward_only(architecture, weights, config)) as model:
+        frames = generate(
+            model, codec, build_text_encoder(config.data.text), prompts,
+            bucket=sample_size(sample, config, codec, architecture.patch_size),
+            settings=sample, shift=config.train.shift, device="cpu", progress=progress,
+        )  # fmt: skip
+    folder = out or checkpoint.parent / "samples" / checkpoint.name
+    return save_samples(frames, prompts, folder, sample.fps, sample)
+
+
+def sample_size(sample: SampleConfig, config: Config, codec: Codec, patch_size: Triple) -> Triple:
+    """Frames, height and width of samples: `sample.bucket`, else the first training bucket.
+
+    Cropped to whole latent voxels and patches, as the training clips were.
+    """
+    return codec.fit_size(parse_triple(sample.bucket or config.data.buckets[0]), patch_size)
+
+
+def _weights_folder(checkpoint: Path, ema: bool | None) -> str:
+    has_ema = (checkpoint / "ema").is_dir()
+    if ema and not has_ema:
+        raise InputError(f"{checkpoint}: no averaged weights", "train with train.use_ema=true")
+    return "ema" if has_ema and ema is not False else "transformer"
+
+
+def _forward_only(architecture: VideoDiTConfig, weights: Path, config: Config) -> StreamedModel:
+    """The checkpoint's model with frozen weights, read straight into the store."""
+    with torch.device("meta"):
+        model = VideoDiT(architecture)
+    if config.train.mixed_precision == "bf16":
+        model = model.to(torch.bfloat16)
+    model.requires_grad_(False).eval()
+    streamed = stream(model, slots=config.offload.slots)
+    streamed.load(weights)
+    return streamed

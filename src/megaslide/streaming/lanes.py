@@ -1,0 +1,93 @@
+"""A lane: one worker thread that runs what it is given, in order, and says when each is done.
+
+Copies in each direction and the optimizer are lanes. Errors do not vanish in the thread: they come
+out of the event at whoever waits for the work.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megaslide.tracing import Trace
+
+Task = Callable[[], object]
+
+
+class Event:
+    """Completion of one piece of asynchronous work, with the error if it failed."""
+
+    def __init__(self) -> None:
+        self._flag = threading.Event()
+        self._error: BaseException | None = None
+
+    @classmethod
+    def completed(cls) -> "Event":
+        event = cls()
+        event.set()
+        return event
+
+    def set(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._flag.set()
+
+    def done(self) -> bool:
+        return self._flag.is_set()
+
+    def wait(self) -> None:
+        """Block until the work is done; RuntimeError if it failed."""
+        self._flag.wait()
+        if self._error is not None:
+            raise RuntimeError(f"asynchronous work failed: {self._error}") from self._error
+
+
+class Lane:
+    """Runs submitted work in order on its own thread, recording each piece as a span."""
+
+    def __init__(self, name: str, trace: Trace) -> None:
+        self.name = name
+        self._trace = trace
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=_drain, args=(self._tasks,), name=name, daemon=True)
+        thread.start()
+        # Also runs at interpreter exit: a thread killed inside torch would abort the process.
+        self._stop = weakref.finalize(self, _stop, self._tasks, thread)
+
+    def submit(
+        self, work: Task, name: str, *, after: Sequence[Event] = (), nbytes: int = 0
+    ) -> Event:
+        """Queue `work`, to run once the events in `after` are done."""
+        done, trace, lane = Event(), self._trace, self.name
+
+        def run() -> None:
+            try:
+                for event in after:
+                    event.wait()
+                with trace.span(lane, name, nbytes):
+                    work()
+            except BaseException as error:
+                done.set(error)
+            else:
+                done.set()
+
+        self._tasks.put(run)
+        return done
+
+    def close(self) -> None:
+        """Finish what was submitted and stop the thread."""
+        self._stop()
+
+
+def _stop(tasks: "queue.SimpleQueue[Task | None]", thread: threading.Thread) -> None:
+    tasks.put(None)
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+def _drain(tasks: "queue.SimpleQueue[Task | None]") -> None:
+    # A function, not a method: the thread must not keep its lane, and so the engine, alive.
+    torch.set_grad_enabled(False)
+    while (task := tasks.get()) is not None:
+        task()

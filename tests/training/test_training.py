@@ -1,0 +1,204 @@
+"""A run's promises: it resumes bit-exactly, saves whole checkpoints, and stops with a reason."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megaslide import runs
+from megaslide.config import Config, load_config
+from megaslide.data.prepare import prepare
+from megaslide.data.sprites import write_sprites
+from megaslide.errors import InputError
+from megaslide.models.dit import VideoDiT
+from megaslide.training.loop import TrainResult, train
+from megaslide.training.trainer import NonFiniteLossError, Trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*smaller than the batch.*")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    write_sprites(root / "clips", count=14, frames=4, size=(32, 32), seed=3)
+    prepare(configure(root / "run", root).data, patch_size=(1, 1, 1))
+    return root
+
+
+def configure(run: Path, root: Path, **changes: Any) -> Config:
+    values = {
+        "output_dir": run,
+        "data.path": root / "clips",
+        "data.cache_dir": root / "cache",
+        "data.buckets": "[4x32x32]",
+        "data.validation_split": 0.2,
+        "data.codec.channels": 6,
+        "data.text.dim": 16,
+        "data.text.max_length": 8,
+        "model.hidden_size": 32,
+        "model.num_layers": 2,
+        "model.num_attention_heads": 2,
+        "model.patch_size": "[1, 1, 1]",
+        "optim.learning_rate": 2e-3,
+        "optim.lr_scheduler": "cosine",
+        "optim.lr_warmup_steps": 3,
+        "train.max_train_steps": 20,
+        "train.train_batch_size": 2,
+        "train.gradient_accumulation_steps": 2,
+        "train.checkpointing_steps": 100,
+        "train.validation_steps": 10,
+        "train.validation_batches": 2,
+        "train.use_ema": "true",
+        "log.log_every": 1,
+        "log.report_to": "none",
+    }
+    values |= {key.replace("__", "."): value for key, value in changes.items()}
+    return load_config(None, [f"{key}={value}" for key, value in values.items()])
+
+
+def losses(run: Path) -> dict[int, tuple[float, float]]:
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return {r["step"]: (r["train/loss"], r["train/grad_norm"]) for r in lines if "train/loss" in r}
+
+
+def eval_losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [line["eval/loss"] for line in lines if "eval/loss" in line]
+
+
+def files(checkpoint: Path) -> dict[str, torch.Tensor]:
+    found = sorted(checkpoint.rglob("*.safetensors"))
+    return {f"{f.relative_to(checkpoint)}:{k}": v for f in found for k, v in load_file(f).items()}
+
+
+def assert_equal(a: Path, b: Path) -> None:
+    left, right = files(a), files(b)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[k], right[k]) for k in left)
+
+
+@pytest.fixture(scope="module")
+def whole(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    """Twenty steps in one go."""
+    return train(configure(tmp_path_factory.mktemp("whole"), cache))
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_ten_and_ten_equal_twenty_bit_for_bit(cache: Path, tmp_path: Path, precision: str) -> None:
+    options = {"train__mixed_precision": precision, "train__checkpointing_steps": 10}
+    through = train(configure(tmp_path / "a", cache, **options))
+    half = train(configure(tmp_path / "b", cache, **options), stop_after(10))
+    assert half.step == 10
+    assert half.interrupted
+    torch.manual_seed(12345)  # a new process has another RNG state
+    resumed = configure(tmp_path / "b", cache, train__resume_from_checkpoint="latest", **options)
+    rest = train(resumed)
+    assert rest.step == through.step == 20
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert eval_losses(tmp_path / "a") == eval_losses(tmp_path / "b")
+    assert_equal(through.checkpoint, rest.checkpoint)
+
+
+def stop_after(step: int) -> Any:
+    """A progress callback that presses Ctrl-C after the given step."""
+
+    def on_progress(done: int, total: int, values: Any) -> None:
+        if done == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return on_progress
+
+
+def test_checkpoint_has_the_promised_layout(whole: TrainResult) -> None:
+    names = {p.name for p in whole.checkpoint.iterdir()}
+    expected = {"transformer", "optimizer", "ema", "trainer_state.json", "config.yaml", "COMPLETE"}
+    assert names == expected
+    state = runs.read_state(whole.checkpoint)
+    assert state["global_step"] == 20
+    model = VideoDiT.from_pretrained(whole.checkpoint / "transformer")
+    assert model.config.hidden_size == 32
+    averaged = VideoDiT.from_pretrained(whole.checkpoint / "ema")
+    assert not torch.equal(averaged.final.proj.weight, model.final.proj.weight)
+
+
+def test_log_reports_every_promised_key(whole: TrainResult) -> None:
+    lines = (whole.checkpoint.parent / "log.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    keys = {
+        "train/loss", "train/grad_norm", "train/lr", "eval/loss", "perf/step_time_s",
+        "perf/tokens_per_s", "mem/device_peak_gb", "mem/host_rss_gb", "offload/h2d_gb",
+        "offload/wait_s",
+    }  # fmt: skip
+    assert keys <= last.keys()
+    assert all(last[key] is not None for key in keys)
+    assert last["offload/h2d_gb"] > 0
+
+
+def test_validating_and_saving_do_not_touch_training(
+    cache: Path, tmp_path: Path, whole: TrainResult
+) -> None:
+    options = {"train__validation_steps": 3, "train__checkpointing_steps": 4}
+    other = train(configure(tmp_path, cache, train__checkpoints_total_limit=2, **options))
+    assert losses(tmp_path) == losses(whole.checkpoint.parent)
+    assert_equal(other.checkpoint, whole.checkpoint)
+    assert [c.name for c in runs.checkpoints(tmp_path)] == ["checkpoint-16", "checkpoint-20"]
+
+
+def test_training_learns(whole: TrainResult) -> None:
+    curve = [loss for loss, _ in losses(whole.checkpoint.parent).values()]
+    assert sum(curve[-5:]) < sum(curve[:5])
+
+
+def test_divergence_names_step_and_samples_and_keeps_the_checkpoint(
+    cache: Path, tmp_path: Path
+) -> None:
+    good = train(configure(tmp_path, cache, train__max_train_steps=2))
+    options = {"train__resume_from_checkpoint": "latest", "optim__learning_rate": 1e25}
+    with pytest.raises(NonFiniteLossError, match=r"step \d+: .*(digit|sprite|clip).*checkpoint-2"):
+        train(configure(tmp_path, cache, train__max_train_steps=9, **options))
+    assert runs.find_checkpoint(tmp_path) == good.checkpoint
+
+
+def test_sampling_during_training(cache: Path, tmp_path: Path) -> None:
+    options = {
+        "sample__prompts": '["digit 3 moving right", "digit 7 moving up"]',
+        "sample__every_steps": 2,
+        "sample__num_inference_steps": 2,
+        "train__max_train_steps": 2,
+    }
+    train(configure(tmp_path, cache, **options))
+    folder = tmp_path / "samples" / "step-000002"
+    assert len(list(folder.glob("*.mp4"))) == 2
+    assert (folder / "contact_sheet.png").exists()
+
+
+def test_an_old_run_is_not_overwritten(cache: Path, whole: TrainResult) -> None:
+    with pytest.raises(InputError, match="holds checkpoint-20 of an earlier run"):
+        train(configure(whole.checkpoint.parent, cache))
+
+
+def test_resume_refuses_unfinished_and_foreign_checkpoints(
+    cache: Path, tmp_path: Path, whole: TrainResult
+) -> None:
+    (tmp_path / "checkpoint-5" / "transformer").mkdir(parents=True)
+    source = {"train__resume_from_checkpoint": tmp_path / "checkpoint-5"}
+    with pytest.raises(InputError, match="no COMPLETE"):
+        train(configure(tmp_path / "x", cache, **source))
+    source = {"train__resume_from_checkpoint": whole.checkpoint}
+    with pytest.raises(InputError, match=r"model\.num_layers=2, this run has 3"):
+        train(configure(tmp_path / "x", cache, model__num_layers=3, **source))
+    with pytest.raises(InputError, match=r"attention\.kind='deformable', this run has 'dense'"):
+        train(configure(tmp_path / "x", cache, attention__kind="dense", **source))
+
+
+def test_disk_full_is_said_before_training(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "checkpoint_bytes", 10**18)
+    with pytest.raises(InputError, match="one checkpoint needs"):
+        train(configure(tmp_path, cache))
