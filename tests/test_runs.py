@@ -58,7 +58,7 @@ def test_safetensors_report_of_a_full_disk_is_recognised(tmp_path: Path) -> None
 
 
 def test_refused_before_writing_when_the_disk_is_too_small(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="needs 1000000000.00 GB"):
+    with pytest.raises(InputError, match=r"needs 1000000000\.00 GB"):
         publish(tmp_path, 1, needed_bytes=10**18)
     assert list(tmp_path.iterdir()) == []
 

@@ -195,6 +195,11 @@ class TrainConfig(Section):
     ema_decay: float = Field(0.999, ge=0, lt=1)
     """Share of the average kept at each step."""
 
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _no_is_a_word(cls, value: Any) -> Any:
+        return "no" if value is False else value  # YAML 1.1 reads an unquoted `no` as false
+
 
 class OffloadConfig(Section):
     """Where state lives and how it streams."""

@@ -5,7 +5,6 @@ marker, so whoever finds it can trust it. The same place answers "which checkpoi
 mean", for resuming and for sampling alike.
 """
 
-import errno
 import json
 import logging
 import os
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaslide.errors import InputError
+from megaslide.errors import InputError, is_disk_full
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ def publish(
         os.replace(partial, target)
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if _is_disk_full(error):
+        if is_disk_full(error):
             raise _disk_full(run, needed_bytes, f"saving {target.name}") from error
         raise
     _prune(run, limit)
@@ -108,11 +107,6 @@ def _disk_full(folder: Path, needed: int, purpose: str) -> InputError:
         "earlier checkpoints are untouched",
         "free some space or set train.checkpoints_total_limit, then resume from the latest one",
     )
-
-
-def _is_disk_full(error: Exception) -> bool:
-    """ENOSPC, also as safetensors reports it: a message around the operating system's code."""
-    return getattr(error, "errno", None) == errno.ENOSPC or "StorageFull" in str(error)
 
 
 def _sync(folder: Path) -> None:

@@ -8,7 +8,8 @@ down what was measured. Nothing is faked for the demo; only the sizes are small.
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from megaslide.sampling import sample_run
 from megaslide.training.logs import read_log
 from megaslide.training.loop import TrainResult, train
 
-Progress = Callable[..., None]
-"""Called with (done, total, ...): what is done differs by phase."""
+Phase = Callable[[str], AbstractContextManager[Callable[..., None]]]
+"""Opens a named phase; yields what is called with (done, total, ...) as it goes on."""
 
 SPRITES = 480
 FILM = "bigbuckbunny.mp4"
@@ -48,7 +49,12 @@ def demo_config(out: Path) -> Config:
         return load_config(path, overrides)
 
 
-def run_demo(out: Path, progress: Progress | None = None) -> dict[str, Any]:
+@contextmanager
+def _unseen(name: str) -> Iterator[Callable[..., None]]:
+    yield lambda *progress: None
+
+
+def run_demo(out: Path, phase: Phase = _unseen) -> dict[str, Any]:
     """Run the demo into `out` and return what `out/summary.json` holds.
 
     Writes `clips/`, `cache/`, `run/`, `samples/`, `summary.json` and `report.html`.
@@ -61,12 +67,16 @@ def run_demo(out: Path, progress: Progress | None = None) -> dict[str, Any]:
     _claim(out)
     config = demo_config(out)
     write_clips(out / "clips", config)
-    patch_size = config.model.patch_size or (1, 1, 1)
-    prepare(config.data, patch_size=patch_size, progress=progress)
+    with phase("prepare") as progress:
+        prepare(config.data, patch_size=config.model.patch_size or (1, 1, 1), progress=progress)
     trained_from = time.perf_counter()
-    result = train(config, on_progress=progress)
+    with phase("train") as progress:
+        result = train(config, on_progress=progress)
+    if result.interrupted:
+        raise KeyboardInterrupt
     train_s = time.perf_counter() - trained_from
-    paths = sample_run(result.checkpoint, out=out / "samples", progress=progress)
+    with phase("sample") as progress:
+        paths = sample_run(result.checkpoint, out=out / "samples", progress=progress)
     summary = _summary(config, result, paths)
     summary |= {"train_s": train_s, "wall_s": time.perf_counter() - start}
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

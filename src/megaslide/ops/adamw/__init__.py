@@ -36,7 +36,9 @@ def adamw_(
     ema: torch.Tensor | None = None,
     ema_decay: float = 0.0,
 ) -> None:
-    """One AdamW update in place (Loshchilov & Hutter 2019; torch.optim.AdamW's order of operations).
+    """One AdamW update in place, in torch.optim.AdamW's order of operations.
+
+    Source: Loshchilov & Hutter 2019 (arXiv:1711.05101).
 
     Args:
         weight: `[n]` float32 (the master itself) or bfloat16 (the high half of a split master).

@@ -1,0 +1,317 @@
+"""The command line: thin verbs over the library.
+
+Each verb imports what it needs inside itself, so that `megaslide --help` answers at once and a
+machine without the optional packages can still ask for help. Exit codes: 0 done, 2 the input
+cannot be used (one message, no traceback), 130 interrupted. Only this folder prints.
+"""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from megaslide.cli.display import (
+    Meter,
+    console,
+    count,
+    grid,
+    machine_grid,
+    preset_table,
+    print_json,
+    size,
+    status,
+)
+from megaslide.cli.refusals import Verbs, fail, writes_to
+from megaslide.errors import InputError
+
+if TYPE_CHECKING:
+    from megaslide.config import Config, Triple
+    from megaslide.data.prepare import PrepareReport
+    from megaslide.models.presets import VideoDiTConfig
+    from megaslide.training.loop import TrainResult
+
+STATE_BYTES_PER_PARAMETER = {"split": 12}
+EMA_BYTES_PER_PARAMETER = 4
+SHOWN_SKIPS = 10
+SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
+PRESET_CHANNELS = {"in_channels": 16, "text_dim": 4096}
+"""What the presets' names count with: the latents and the text of today's large models."""
+PRESET_SIZES = ("num_layers", "hidden_size", "num_attention_heads")
+
+app = typer.Typer(
+    name="megaslide",
+    cls=Verbs,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Fine-tune video diffusion transformers that do not fit the GPU, on one workstation.",
+    epilog="Each verb has its own --help. `megaslide demo` shows the whole thing on any machine.",
+)
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; see configs/.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace the file's."),
+]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from megaslide.planning.hardware import package_version
+
+        typer.echo(f"megaslide {package_version('megaslide') or '(not installed)'}")
+        raise typer.Exit
+
+
+def _checked_bucket(bucket: str | None) -> str | None:
+    if bucket is not None:
+        from megaslide.config import parse_triple
+
+        try:
+            parse_triple(bucket)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    return bucket
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None: ...
+
+
+# -- verbs ----------------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for clips, run, samples and report.")] = Path(
+        "demo-out"
+    ),
+) -> None:
+    """See it all on made-up clips: train, sample, report.
+
+    Needs no GPU and no download; takes minutes.
+    """
+    from megaslide.demo.report import summary_table
+    from megaslide.demo.run import run_demo
+
+    with writes_to(out):
+        summary = run_demo(out, phase=Meter)
+    console().print(summary_table(summary))
+    typer.echo(f"report: {out / 'report.html'}")
+
+
+@app.command()
+def prepare(config_path: ConfigPath, overrides: Overrides = None) -> None:
+    """Encode a folder of clips and captions into a cache of latents."""
+    from megaslide.config import load_config
+
+    config = load_config(config_path, overrides or ())
+    with status("loading the codec"):
+        patch_size = _resolve(config).patch_size
+    _prepare(config, patch_size)
+
+
+@app.command()
+def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
+    """Fine-tune all parameters of a model on prepared clips.
+
+    Prepares the clips first where that was not done.
+
+    Ctrl-C saves a checkpoint and stops; train.resume_from_checkpoint=latest continues from it.
+    """
+    from megaslide.config import load_config
+
+    config = load_config(config_path, overrides or ())
+    with status("loading the model and the codec"):
+        from megaslide.training.loop import train as run_training
+        from megaslide.training.trainer import NonFiniteLossError
+
+        model = _resolve(config)
+    if not _is_prepared(config):
+        _prepare(config, model.patch_size)
+    console().print(grid(_run_summary(config, model)))
+    try:
+        with writes_to(Path(config.output_dir)), Meter("train") as meter:
+            result = run_training(config, on_progress=meter)
+    except NonFiniteLossError as error:
+        fail(str(error), code=1)
+    _report_training(result, [str(config_path), *(overrides or ())])
+
+
+@app.command()
+def sample(
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder or a checkpoint.")],
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Caption; repeat for several. Default: the run's.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Default: samples/checkpoint-N in the run.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.")] = None,
+    guidance: Annotated[float | None, typer.Option(min=0, help="1 turns guidance off.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the initial noise.")] = None,
+    bucket: Annotated[
+        str | None, typer.Option(callback=_checked_bucket, help="FRAMESxHEIGHTxWIDTH in pixels.")
+    ] = None,
+    ema: Annotated[
+        bool | None, typer.Option("--ema/--no-ema", help="Averaged weights. Default: if saved.")
+    ] = None,
+) -> None:
+    """Generate clips from a trained checkpoint."""
+    with status("loading the checkpoint"):
+        from megaslide.sampling import sample_run
+    settings = {
+        "num_inference_steps": steps,
+        "guidance_scale": guidance,
+        "seed": seed,
+        "bucket": bucket,
+    }
+    given = {key: value for key, value in settings.items() if value is not None}
+    with writes_to(out or source), Meter("sample") as meter:
+        paths = sample_run(
+            source, prompts=tuple(prompt or ()), out=out, settings=given, ema=ema, progress=meter
+        )
+    for path in paths:
+        typer.echo(path)
+
+
+@app.command()
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+    presets: Annotated[bool, typer.Option("--presets", help="Sizes of our own model.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="JSON schema of the config.")] = False,
+) -> None:
+    """Show this machine, the software on it, and what can run."""
+    if presets and schema:
+        raise InputError("--presets and --schema together", "ask for one of them")
+    if schema:
+        from megaslide.config import Config
+
+        print_json(Config.model_json_schema())
+    elif presets:
+        with status("counting parameters"):
+            rows = _presets()
+        print_json(rows) if as_json else console().print(preset_table(rows))
+    else:
+        with status("reading the machine"):
+            from megaslide.planning.hardware import probe
+
+            machine = probe()
+        print_json(machine.to_dict()) if as_json else console().print(machine_grid(machine))
+
+
+# -- data and training ----------------------------------------------------------------------------
+
+
+def _resolve(config: "Config") -> "VideoDiTConfig":
+    """The model's sizes: a bad combination is refused here, before hours of preparation."""
+    from megaslide.data.codecs import build_codec
+    from megaslide.models.presets import resolve_config
+
+    channels = build_codec(config.data.codec).channels
+    return resolve_config(
+        config.model, config.attention, in_channels=channels, text_dim=config.data.text.dim
+    )
+
+
+def _is_prepared(config: "Config") -> bool:
+    """Whether a cache was finished; whether it fits the configuration is the data set's to say."""
+    from megaslide.data.cache import INDEX, read_index
+
+    folder = Path(config.data.cache_dir)
+    if not config.data.cache_dir or not (folder / INDEX).exists():
+        return False
+    return bool(read_index(folder).get("complete"))
+
+
+def _prepare(config: "Config", patch_size: "Triple") -> None:
+    from megaslide.data.prepare import prepare as prepare_data
+
+    with writes_to(Path(config.data.cache_dir)), Meter("prepare") as meter:
+        report = prepare_data(config.data, patch_size=patch_size, progress=meter)
+    _print_preparation(report)
+
+
+def _print_preparation(report: "PrepareReport") -> None:
+    buckets = ", ".join(f"{n} of {bucket}" for bucket, n in report.buckets.items())
+    typer.echo(f"prepared {report.clips} clips, {report.reused} of them known: {buckets}")
+    typer.echo(f"{report.train_samples} for training, {report.validation_samples} held out")
+    for note in report.notes:
+        typer.echo(f"note: {note}")
+    for skip in report.skipped[:SHOWN_SKIPS]:
+        typer.echo(f"skipped {skip.path}: {skip.reason}")
+    if len(report.skipped) > SHOWN_SKIPS:
+        more = len(report.skipped) - SHOWN_SKIPS
+        typer.echo(f"skipped {more} more: see `skipped` in {report.cache_dir / 'index.json'}")
+
+
+def _run_summary(config: "Config", model: "VideoDiTConfig") -> dict[str, str]:
+    from megaslide.data.latents import LatentDataset
+    from megaslide.models.dit import count_parameters
+
+    parameters = count_parameters(model)
+    per_parameter = STATE_BYTES_PER_PARAMETER[config.offload.state_format]
+    per_parameter += EMA_BYTES_PER_PARAMETER if config.train.use_ema else 0
+    folder, patch_size = Path(config.data.cache_dir), model.patch_size
+    samples, held_out = (
+        len(LatentDataset(folder, split, config.data, patch_size=patch_size)) for split in SPLITS
+    )
+    batch = config.train.train_batch_size * config.train.gradient_accumulation_steps
+    at_once = config.offload.micro_batch_size or config.train.train_batch_size
+    return {
+        "model": f"{config.model.preset}, {count(parameters)} parameters",
+        "state": f"{size(parameters * per_parameter)} ({per_parameter} bytes per parameter)",
+        "device": _device(config.offload.device),
+        "batch": f"{batch} clips per step, micro-batches of {at_once}",
+        "data": f"{samples} samples, {held_out} held out",
+        "length": f"{config.train.max_train_steps} steps",
+        "output": config.output_dir,
+    }
+
+
+def _device(choice: str) -> str:
+    import torch
+
+    if choice == "cuda":
+        raise InputError(
+            "offload.device=cuda: blocks stream through the CPU only so far",
+            "set offload.device=auto",
+        )
+    return f"cpu, {torch.get_num_threads()} threads"
+
+
+def _report_training(result: "TrainResult", arguments: list[str]) -> None:
+    if not result.interrupted:
+        typer.echo(f"finished at step {result.step}; checkpoint {result.checkpoint}")
+        return
+    resume = shlex.join(["megaslide", "train", *arguments, "train.resume_from_checkpoint=latest"])
+    message = f"interrupted at step {result.step}; saved {result.checkpoint}\n  continue: {resume}"
+    typer.echo(message, err=True)
+    raise typer.Exit(130)
+
+
+def _presets() -> list[dict[str, Any]]:
+    """Each preset's sizes, counted on the meta device."""
+    from megaslide.config import AttentionConfig, ModelConfig
+    from megaslide.models.dit import count_parameters
+    from megaslide.models.presets import PRESETS, resolve_config
+
+    rows = []
+    for name in PRESETS:
+        model = resolve_config(ModelConfig(preset=name), AttentionConfig(), **PRESET_CHANNELS)
+        parameters = count_parameters(model)
+        sizes = {key: getattr(model, key) for key in PRESET_SIZES}
+        state = parameters * STATE_BYTES_PER_PARAMETER["split"]
+        rows.append({"preset": name, "parameters": parameters, "state_bytes": state, **sizes})
+    return rows
