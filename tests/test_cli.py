@@ -275,7 +275,7 @@ def test_demo_shows_its_summary(library: Library, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "loss 0.25" in result.stdout
     assert result.stdout.endswith(f"report: {tmp_path / 'd' / 'report.html'}\n")
-    assert "demo 1/1 writing" in result.stderr
+    assert "train 1/1 writing" in result.stderr
 
 
 # -- info -----------------------------------------------------------------------------------------

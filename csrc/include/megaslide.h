@@ -1,0 +1,101 @@
+/* The C interface of megaslide's native kernels.
+ *
+ * Raw pointers and sizes only: no torch, no Python, so one library serves every version of both.
+ * Arrays are contiguous, row-major, fp32, and never overlap an output; empty ones may be NULL. Every function may be called
+ * from several threads at once. Functions that can fail return a megaslide_status.
+ */
+#ifndef MEGASLIDE_H
+#define MEGASLIDE_H
+
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define MEGASLIDE_API __declspec(dllexport)
+#else
+#define MEGASLIDE_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Raised by every change that an older caller would misread. */
+#define MEGASLIDE_ABI_VERSION 1
+
+typedef enum megaslide_status {
+  MEGASLIDE_OK = 0,
+  MEGASLIDE_INVALID_ARGUMENT = 1,
+  MEGASLIDE_OUT_OF_MEMORY = 2,
+  MEGASLIDE_UNSUPPORTED = 3
+} megaslide_status;
+
+MEGASLIDE_API int32_t megaslide_abi_version(void);
+MEGASLIDE_API const char *megaslide_status_string(int32_t status);
+
+/* Kernels exist once per instruction set ("x86-64-v4", "x86-64-v3", "baseline"); the best that
+ * the processor has is taken. `use` makes the whole process take another one (to test it on a
+ * newer machine), or answers MEGASLIDE_UNSUPPORTED. */
+MEGASLIDE_API const char *megaslide_instruction_set(void);
+MEGASLIDE_API int32_t megaslide_use_instruction_set(const char *name);
+
+/* ---- 3D deformable slide attention ----------------------------------------------------------
+ *
+ * Every query of a volume T x H x W attends to the K = kt*kh*kw taps of its window, sampled
+ * trilinearly, and to E extra keys, in one softmax. The definition is in the docstring of
+ * megaslide.ops.deformable_attention and, in torch, in its reference.py.
+ *
+ *   q, k, v, out and their gradients  [batch, T, H, W, heads, head_dim]
+ *   offsets, in voxels, (t, h, w)     [batch, T, H, W, groups, C], C = 3 (shift), 12 (affine: the
+ *                                     shift, then a 3x3 matrix row-major), 3K (tap: K triples)
+ *   extra_k, extra_v                  [batch, extra, heads, head_dim]
+ *   lse                               [batch, T, H, W, heads] log of the softmax's denominator
+ */
+typedef enum megaslide_offset_kind {
+  MEGASLIDE_OFFSETS_NONE = 0,
+  MEGASLIDE_OFFSETS_SHIFT = 1,
+  MEGASLIDE_OFFSETS_AFFINE = 2,
+  MEGASLIDE_OFFSETS_TAP = 3
+} megaslide_offset_kind;
+
+typedef struct megaslide_attention_shape {
+  int64_t batch;
+  int64_t size[3];   /* T, H, W */
+  int64_t heads;
+  int64_t head_dim;
+  int64_t window[3]; /* taps per axis, at most size */
+  int64_t groups;    /* of offsets; divides heads; head h uses group h / (heads / groups) */
+  int64_t extra;     /* 0: extra_k and extra_v are not read */
+  int32_t kind;      /* megaslide_offset_kind */
+  int32_t threads;   /* at most this many, the calling one included; results do not depend on it */
+  float scale;       /* factor on q.k */
+} megaslide_attention_shape;
+
+typedef struct megaslide_attention_inputs {
+  const float *q, *k, *v;
+  const float *offsets;            /* not read with MEGASLIDE_OFFSETS_NONE */
+  const float *extra_k, *extra_v;
+} megaslide_attention_inputs;
+
+typedef struct megaslide_attention_gradients {
+  float *q, *k, *v;
+  float *offsets;                  /* NULL: not wanted */
+  float *extra_k, *extra_v;
+} megaslide_attention_gradients;
+
+/* Writes out and lse. */
+MEGASLIDE_API int32_t megaslide_attention_forward(const megaslide_attention_shape *shape,
+                                                  const megaslide_attention_inputs *inputs,
+                                                  float *out, float *lse);
+
+/* Writes (does not add to) the gradients, from what the forward wrote and the gradient of out. */
+MEGASLIDE_API int32_t megaslide_attention_backward(const megaslide_attention_shape *shape,
+                                                   const megaslide_attention_inputs *inputs,
+                                                   const float *out, const float *lse,
+                                                   const float *grad_out,
+                                                   const megaslide_attention_gradients *gradients);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

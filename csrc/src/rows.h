@@ -1,0 +1,205 @@
+// Three products with a list of rows: all the arithmetic whose cost grows with head_dim.
+//
+// W lanes per vector, D the head_dim where it is known at compile time (0: any multiple of W).
+// Lists are readable up to a multiple of kPad: the padding names a valid row and weighs it by 0.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "deformable_attention.h"
+
+namespace megaslide {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+#define MEGASLIDE_PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define MEGASLIDE_UNROLL(n) MEGASLIDE_PRAGMA(clang loop unroll_count(n))
+#else
+#define MEGASLIDE_UNROLL(n) MEGASLIDE_PRAGMA(GCC unroll n)
+#endif
+#define MEGASLIDE_INLINE inline __attribute__((always_inline))
+
+template <int W>
+struct Lanes {
+  typedef float type __attribute__((vector_size(W * sizeof(float))));
+};
+template <>
+struct Lanes<1> {
+  typedef float type;
+};
+template <int W>
+using Vec = typename Lanes<W>::type;
+
+template <int W>
+MEGASLIDE_INLINE Vec<W> load(const float *from) {
+  Vec<W> x;
+  __builtin_memcpy(&x, from, sizeof x);
+  return x;
+}
+
+template <int W>
+MEGASLIDE_INLINE void store(float *to, Vec<W> x) {
+  __builtin_memcpy(to, &x, sizeof x);
+}
+
+// ---- sums across lanes, of W vectors at a time ------------------------------------------------
+
+template <typename V, int... I>
+MEGASLIDE_INLINE V shuffle(V a, V b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, I...);
+#else
+  typedef int32_t Mask __attribute__((vector_size(sizeof(V))));
+  return __builtin_shuffle(a, b, Mask{I...});
+#endif
+}
+
+// Where lane l of the folded vector comes from: groups of a, then those of b, each halved.
+template <int W, int Group>
+constexpr int folded_from(int lane) {
+  const int half = Group / 2, group = lane / half, groups = W / Group;
+  return (group < groups ? 0 : W) + (group % groups) * Group + lane % half;
+}
+
+template <int W, int Group, int... I>
+MEGASLIDE_INLINE Vec<W> fold(Vec<W> a, Vec<W> b, std::integer_sequence<int, I...>) {
+  return shuffle(a, b, std::integer_sequence<int, folded_from<W, Group>(I)...>{}) +
+         shuffle(a, b, std::integer_sequence<int, folded_from<W, Group>(I) + Group / 2 ...>{});
+}
+
+// parts[i] summed over its lanes becomes lane i.
+template <int W, int Group = W>
+MEGASLIDE_INLINE Vec<W> sum_each(const Vec<W> *parts) {
+  if constexpr (Group == 1) {
+    return parts[0];
+  } else {
+    Vec<W> folded[Group / 2];
+    MEGASLIDE_UNROLL(16)
+    for (int i = 0; i < Group / 2; ++i) {
+      folded[i] = fold<W, Group>(parts[2 * i], parts[2 * i + 1],
+                                 std::make_integer_sequence<int, W>{});
+    }
+    return sum_each<W, Group / 2>(folded);
+  }
+}
+
+template <int W, int Half, int... I>
+MEGASLIDE_INLINE Vec<W> add_half(Vec<W> x, std::integer_sequence<int, I...>) {
+  return x + shuffle(x, x, std::integer_sequence<int, (I + Half) % W...>{});
+}
+
+template <int W, int Half = W / 2>
+MEGASLIDE_INLINE float sum_lanes(Vec<W> x) {
+  if constexpr (Half == 0) {
+    return x[0];
+  } else {
+    return sum_lanes<W, Half / 2>(add_half<W, Half>(x, std::make_integer_sequence<int, W>{}));
+  }
+}
+
+// ---- the products -----------------------------------------------------------------------------
+
+struct List {
+  const int32_t *index;  // rows, in units of `stride` floats
+  int64_t stride;
+  int64_t count;
+};
+
+// out[e] = x . rows[e], for the padded list.
+template <int W, int D>
+void dots(const float *x, const float *rows, const List &list, int64_t d, float *out) {
+  const int64_t width = D > 0 ? D : d;
+  for (int64_t e = 0; e < list.count; e += W) {
+    Vec<W> parts[W];
+    MEGASLIDE_UNROLL(16)
+    for (int i = 0; i < W; ++i) {
+      const float *row = rows + list.index[e + i] * list.stride;
+      Vec<W> sum = load<W>(x) * load<W>(row);
+      MEGASLIDE_UNROLL(8)
+      for (int64_t c = W; c < width; c += W) sum += load<W>(x + c) * load<W>(row + c);
+      parts[i] = sum;
+    }
+    store<W>(out + e, sum_each<W>(parts));
+  }
+}
+
+// y (+)= sum of weight[e] * rows[e].
+template <int W, int D>
+void combine(const float *weight, const float *rows, const List &list, int64_t d, bool add,
+             float *y) {
+  constexpr int kBlock = D > 0 ? D / W : 1;  // vectors of y held in registers
+  constexpr int kChains = kBlock >= 4 ? 1 : 4 / kBlock;  // independent sums hide the latency
+  for (int64_t column = 0; column < (D > 0 ? D : d); column += kBlock * W) {
+    Vec<W> sum[kChains][kBlock] = {};
+    for (int64_t e = 0; e < list.count; e += kChains) {
+      MEGASLIDE_UNROLL(4)
+      for (int chain = 0; chain < kChains; ++chain) {
+        const float *row = rows + list.index[e + chain] * list.stride + column;
+        MEGASLIDE_UNROLL(32)
+        for (int c = 0; c < kBlock; ++c) {
+          sum[chain][c] += weight[e + chain] * load<W>(row + c * W);
+        }
+      }
+    }
+    MEGASLIDE_UNROLL(32)
+    for (int c = 0; c < kBlock; ++c) {
+      for (int chain = 1; chain < kChains; ++chain) sum[0][c] += sum[chain][c];
+      float *to = y + column + c * W;
+      store<W>(to, add ? load<W>(to) + sum[0][c] : sum[0][c]);
+    }
+  }
+}
+
+// rows[e] += weight[e] * x.
+template <int W, int D>
+void add_outer(const float *weight, const float *x, const List &list, int64_t d, float *rows) {
+  const int64_t width = D > 0 ? D : d;
+  for (int64_t e = 0; e < list.count; ++e) {
+    float *row = rows + list.index[e] * list.stride;
+    MEGASLIDE_UNROLL(8)
+    for (int64_t c = 0; c < width; c += W) {
+      store<W>(row + c, load<W>(row + c) + weight[e] * load<W>(x + c));
+    }
+  }
+}
+
+struct RowProducts {
+  void (*dots)(const float *, const float *, const List &, int64_t, float *);
+  void (*combine)(const float *, const float *, const List &, int64_t, bool, float *);
+  void (*add_outer)(const float *, const float *, const List &, int64_t, float *);
+};
+
+template <int W, int D>
+constexpr RowProducts kProducts = {dots<W, D>, combine<W, D>, add_outer<W, D>};
+
+const RowProducts &row_products(int64_t head_dim) {
+  constexpr int kHalf = kLanes < 8 ? kLanes : 8;
+  switch (head_dim) {
+    case 16:
+      return kProducts<kLanes, 16>;
+    case 24:
+      return kProducts<kHalf, 24>;
+    case 32:
+      return kProducts<kLanes, 32>;
+    case 64:
+      return kProducts<kLanes, 64>;
+    case 128:
+      return kProducts<kLanes, 128>;
+    default:
+      if (head_dim % kLanes == 0) return kProducts<kLanes, 0>;
+      if (head_dim % kHalf == 0) return kProducts<kHalf, 0>;
+      return head_dim % 4 == 0 ? kProducts<4, 0> : kProducts<1, 0>;
+  }
+}
+
+}  // namespace
+}  // namespace megaslide
