@@ -1,4 +1,4 @@
-// Threads with an explicit count, independent of OpenMP and of its environment variables.
+// Threads with an explicit count, whatever OpenMP's environment variables say.
 #pragma once
 
 #include <cstdint>

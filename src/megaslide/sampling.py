@@ -255,7 +255,7 @@ def sample_run(
     codec = build_codec(config.data.codec)
     weights = checkpoint / _weights_folder(checkpoint, ema)
     architecture = read_config(weights, class_name="VideoDiT", parse=VideoDiTConfig.from_dict)
-    with closing(_forward_only(architecture, weights, config)) as model:
+    with closing(forward_only(architecture, weights, config)) as model:
         frames = generate(
             model, codec, build_text_encoder(config.data.text), prompts,
             bucket=sample_size(sample, config, codec, architecture.patch_size),
@@ -280,7 +280,7 @@ def _weights_folder(checkpoint: Path, ema: bool | None) -> str:
     return "ema" if has_ema and ema is not False else "transformer"
 
 
-def _forward_only(architecture: VideoDiTConfig, weights: Path, config: Config) -> StreamedModel:
+def forward_only(architecture: VideoDiTConfig, weights: Path, config: Config) -> StreamedModel:
     """The checkpoint's model with frozen weights, read straight into the store."""
     with torch.device("meta"):
         model = VideoDiT(architecture)

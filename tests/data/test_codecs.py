@@ -81,7 +81,9 @@ def test_coefficients_are_scipys(block: Triple) -> None:
     order = channel_order(LAW.std(block))
     mean = torch.zeros(3, *block, dtype=torch.float64)
     mean[:, 0, 0, 0] = torch.tensor(LAW.mean) * math.sqrt(math.prod(block))
-    expected = (torch.from_numpy(expected) - mean.flatten()) / std
+    top = np.sort(std.numpy())[::-1][:48]
+    scale = std**0.4 * math.sqrt((top**1.2).mean())
+    expected = (torch.from_numpy(expected) - mean.flatten()) / scale
     latents = codec.encode(pixels)[0, :, 0, 0, 0].double()
     torch.testing.assert_close(latents, expected[order], atol=1e-4, rtol=1e-4)
 
@@ -92,8 +94,8 @@ def test_dropped_channels_lose_exactly_their_own_energy() -> None:
     latents = full.encode(to_pixels(frames))
     torch.testing.assert_close(part.encode(to_pixels(frames)), latents[:, :48])
     error = part.decode(latents[:, :48]) - to_pixels(frames)
-    std = torch.sort(LAW.std((1, 8, 8)).flatten(), descending=True).values[48:].float()
-    lost = (latents[:, 48:] * std[:, None, None, None]).square().sum()
+    scale = full._std[48:]
+    lost = (latents[:, 48:] * scale[:, None, None, None]).square().sum()
     torch.testing.assert_close(error.square().sum(), lost, rtol=1e-4, atol=0)
 
 
@@ -111,8 +113,8 @@ def test_order_starts_with_luma_and_is_fixed() -> None:
 
 def test_changed_normalisation_needs_a_new_version() -> None:
     """Caches hold latents of one version: on failure raise BlockCodec.version, then this digest."""
-    digest = hashlib.sha256(repr(LAW).encode()).hexdigest()[:12]
-    assert (BlockCodec.version, digest) == (1, "756beb5c53a4")
+    digest = hashlib.sha256(repr((LAW, WHITENING)).encode()).hexdigest()[:12]
+    assert (BlockCodec.version, digest) == (2, "DIGEST")
 
 
 @pytest.mark.parametrize("frames", [1, 5, 9])
@@ -201,8 +203,8 @@ def test_latents_have_about_unit_variance(block: Triple) -> None:
     squares = torch.stack([codec.encode(g).square().mean((0, 2, 3, 4)) for g in groups])  # [3, C]
     per_channel = squares.mean(0).sqrt()
     assert 0.7 < float(per_channel.square().mean().sqrt()) < 1.4
-    assert float(per_channel.min()) > 0.2
-    assert float(per_channel.max()) < 2.5
+    assert float(per_channel.min()) > 0.1
+    assert float(per_channel.max()) < 4
 
 
 def test_pixel_codec_only_rearranges() -> None:

@@ -16,6 +16,7 @@ from megaslide.data.prepare import prepare
 from megaslide.data.sprites import write_sprites
 from megaslide.errors import InputError
 from megaslide.models.dit import VideoDiT
+from megaslide.sampling import forward_only, sample_run
 from megaslide.training.loop import TrainResult, train
 from megaslide.training.trainer import NonFiniteLossError, Trainer
 
@@ -202,3 +203,25 @@ def test_disk_full_is_said_before_training(
     monkeypatch.setattr(Trainer, "checkpoint_bytes", 10**18)
     with pytest.raises(InputError, match="one checkpoint needs"):
         train(configure(tmp_path, cache))
+
+
+def test_sampling_a_run_streams_its_latest_checkpoint(whole: TrainResult, tmp_path: Path) -> None:
+    run, prompts, fast = whole.checkpoint.parent, ("digit 3", "digit 7"), {"num_inference_steps": 2}
+    paths = sample_run(run, prompts=prompts, out=tmp_path / "a", settings=fast)
+    assert [p.name for p in paths] == ["00_digit-3.mp4", "01_digit-7.mp4"]
+    again = sample_run(whole.checkpoint, prompts=prompts, out=tmp_path / "b", settings=fast)
+    assert [p.read_bytes() for p in again] == [p.read_bytes() for p in paths]
+    plain = sample_run(run, prompts=prompts, out=tmp_path / "c", settings=fast, ema=False)
+    assert plain[0].read_bytes() != paths[0].read_bytes()
+    with pytest.raises(InputError, match=r"has no sample\.prompts"):
+        sample_run(run)
+
+
+def test_sampling_holds_weights_only(whole: TrainResult) -> None:
+    weights = whole.checkpoint / "transformer"
+    architecture = VideoDiT.from_pretrained(weights).config
+    model = forward_only(architecture, weights, load_config(whole.checkpoint / "config.yaml"))
+    assert set(model.store.nbytes) == {"weights"}
+    expected = VideoDiT.from_pretrained(weights).state_dict()
+    assert all(torch.equal(v, expected[k]) for k, v in model.state_dict().items())
+    model.close()

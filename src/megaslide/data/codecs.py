@@ -108,6 +108,11 @@ LAW = DctLaw(
 PIXEL_MEAN, PIXEL_STD = -0.22, 0.442
 # FIT-END
 
+WHITENING = 0.4
+"""Exponent of the law's deviations in the `dct` normalisation. At 1 every channel has the same
+variance and a model spends its effort on fine detail that nobody sees; at 0 the mean of a block
+drowns everything else. See docs/experiments.md."""
+
 # Luma, orange-blue and green-magenta: orthonormal, so errors in latents are errors in pixels.
 _COLOUR = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, -1.0], [-0.5, 1.0, -0.5]], dtype=torch.float64)
 _COLOUR = _COLOUR / _COLOUR.norm(dim=1, keepdim=True)
@@ -121,10 +126,10 @@ class BlockCodec:
         block: pixels per latent voxel.
         basis: orthonormal rows, float64 `[C, F]`; None keeps pixels as they are (C = F).
         mean: `[C]`.
-        std: `[C]`.
+        std: `[C]`, what the coefficients are divided by.
     """
 
-    version = 1
+    version = 2
     """Counts changes of basis, order or normalisation: old caches must not be mistaken for new."""
 
     def __init__(
@@ -221,8 +226,18 @@ def dct_codec(block: Triple, channels: int) -> BlockCodec:
     order = channel_order(std)[:channels]
     mean = torch.zeros_like(std)
     mean[:, 0, 0, 0] = torch.tensor(LAW.mean, dtype=torch.float64) * math.sqrt(math.prod(block))
-    basis = _dct_basis(block)
-    return BlockCodec("dct", block, basis[order], mean.flatten()[order], std.flatten()[order])
+    basis, scale = _dct_basis(block), dct_scale(std)
+    return BlockCodec("dct", block, basis[order], mean.flatten()[order], scale.flatten()[order])
+
+
+def dct_scale(std: Tensor) -> Tensor:
+    """What coefficients of deviation `std` (any shape) are divided by.
+
+    std^WHITENING, times the number that gives the 48 strongest channels a mean variance of 1: a
+    fixed number of them, so that a channel's latents do not depend on how many others are kept.
+    """
+    strongest = std.flatten().sort(descending=True).values[:48]
+    return std**WHITENING * (strongest ** (2 - 2 * WHITENING)).mean().sqrt()
 
 
 def pixel_codec(block: Triple) -> BlockCodec:

@@ -185,14 +185,14 @@ def _draw(
 
 
 def _background(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
-    """Dark, smooth, coloured field `[H, W, 3]` in [0, 0.55]: a few random low-frequency waves."""
+    """Smooth, coloured field `[H, W, 3]` in [0.1, 0.55]: a few waves longer than the frame."""
     y, x = np.meshgrid(np.linspace(0, 1, height), np.linspace(0, 1, width), indexing="ij")
     field = np.zeros((height, width, 3))
-    for _ in range(4):
-        fy, fx = rng.uniform(-1.5, 1.5, size=2)
+    for _ in range(3):
+        fy, fx = rng.uniform(-0.5, 0.5, size=2)
         phase, weight = rng.uniform(0, 2 * math.pi), rng.uniform(-1, 1, size=3)
         field += np.cos(2 * math.pi * (fy * y + fx * x) + phase)[..., None] * weight
-    return 0.05 + 0.25 * (1 + np.tanh(0.6 * field)) * rng.uniform(0.5, 1.0, size=3)
+    return 0.1 + 0.225 * (1 + np.tanh(0.8 * field)) * rng.uniform(0.7, 1.0, size=3)
 
 
 def _bright_colour(rng: np.random.Generator) -> np.ndarray:

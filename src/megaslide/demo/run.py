@@ -30,7 +30,7 @@ from megaslide.training.loop import TrainResult, train
 Phase = Callable[[str], AbstractContextManager[Callable[..., None]]]
 """Opens a named phase; yields what is called with (done, total, ...) as it goes on."""
 
-SPRITES = 480
+SPRITES = 900
 FILM = "bigbuckbunny.mp4"
 FILM_CAPTION = "a fat grey rabbit in a green meadow, cartoon"
 EXAMPLES_SHOWN = 4

@@ -38,11 +38,17 @@ __all__ = ["VideoDiT", "VideoDiTBlock", "VideoDiTConfig", "build_model", "count_
 
 
 class VideoDiTBlock(nn.Module):
-    """Self-attention over video, cross-attention to text, MLP; the identity at init."""
+    """Self-attention over video, cross-attention to text, MLP.
+
+    The gates start at 1/sqrt(2·layers), which keeps the residual stream's variance whatever the
+    depth, and not at zero (adaLN-zero): from zero, Adam needs hundreds of steps to open them, and
+    until then no token learns from another. The model predicts zero at init all the same.
+    """
 
     def __init__(self, config: VideoDiTConfig, index: int) -> None:
         super().__init__()
         dim = config.hidden_size
+        self.initial_gate = (2 * config.num_layers) ** -0.5
         self.scale_shift_table = nn.Parameter(torch.empty(6, dim))
         self.attn1 = build_attention(config.attention, block_index=index)
         self.attn2 = CrossAttention(dim, config.num_attention_heads)
@@ -52,6 +58,8 @@ class VideoDiTBlock(nn.Module):
     def reset_parameters(self) -> None:
         """This block's own table; its layers have theirs."""
         nn.init.zeros_(self.scale_shift_table)
+        for gate in (2, 5):
+            nn.init.constant_(self.scale_shift_table[gate], self.initial_gate)
 
     def forward(
         self,
@@ -159,7 +167,8 @@ class VideoDiT(nn.Module):
         rope = self._rope(grid, hidden.device)
         for block in self.blocks:
             hidden = block(hidden, text, mask, modulation, rope, self.registers, grid=grid)
-        return self.final(hidden, embedded_timestep, grid).to(hidden_states.dtype)
+        velocity = self.final(hidden, embedded_timestep, hidden_states, grid)
+        return velocity.to(hidden_states.dtype)
 
     def _rope(self, grid: Grid, device: torch.device) -> Rope:
         head_dim = self.config.hidden_size // self.config.num_attention_heads

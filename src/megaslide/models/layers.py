@@ -141,18 +141,29 @@ class PatchEmbed(nn.Module):
 class FinalLayer(nn.Module):
     """Norm modulated by the timestep, then tokens back to latents; predicts zero at first.
 
-    [B, N, D] and the timestep embedding [B, D] to [B, C, T·pt, H·ph, W·pw].
+    The noisy latents come back in as well, every channel with a learned gain of the timestep: the
+    best velocity that looks at one number alone is such a gain, and blocks that need not carry the
+    input through learn the rest sooner (the learned form of c_skip in Karras et al. 2022,
+    arXiv:2206.00364).
+
+    [B, N, D], the timestep embedding [B, D] and latents [B, C, T·pt, H·ph, W·pw] to latents.
     """
 
     def __init__(self, hidden_size: int, patch_size: Grid, out_channels: int) -> None:
         super().__init__()
         self.patch_size = patch_size
         self.modulation = ZeroLinear(hidden_size, 2 * hidden_size)
+        self.gain = ZeroLinear(hidden_size, out_channels)
         self.proj = ZeroLinear(hidden_size, out_channels * math.prod(patch_size))
 
-    def forward(self, x: Tensor, embedded_timestep: Tensor, grid: Grid) -> Tensor:
-        shift, scale = self.modulation(F.silu(embedded_timestep)).float().unsqueeze(1).chunk(2, -1)
-        return unpatchify(self.proj(modulated_norm(x, shift, scale)), grid, self.patch_size)
+    def forward(
+        self, x: Tensor, embedded_timestep: Tensor, latents: Tensor, grid: Grid
+    ) -> Tensor:
+        timestep = F.silu(embedded_timestep)
+        shift, scale = self.modulation(timestep).float().unsqueeze(1).chunk(2, -1)
+        change = unpatchify(self.proj(modulated_norm(x, shift, scale)), grid, self.patch_size)
+        gain = self.gain(timestep).float()[:, :, None, None, None]
+        return torch.addcmul(change.float(), gain, latents.float())
 
 
 def layer_norm(x: Tensor, eps: float = 1e-6) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megaslide.streaming.lanes import Event
+from megaslide.streaming.lanes import Event, copy_bytes
 from megaslide.streaming.layout import ParameterSlice, Unit, UnitLayout
 from megaslide.streaming.store import Store
 from megaslide.streaming.transfer import Transfer
@@ -112,7 +112,7 @@ class GradientBuffers:
         """Host side: store or add the region, then take the norms of what it holds."""
         layout, norms = self._units[unit].layout, self.landed[unit]
         if not norms:
-            target.copy_(arrived)
+            copy_bytes(target, arrived)
         else:  # a block used twice, or a second backward before the step
             for segment in layout.segments:
                 segment.weight(target).add_(segment.weight(arrived))

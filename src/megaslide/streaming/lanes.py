@@ -4,6 +4,7 @@ Copies in each direction and the optimizer are lanes. Errors do not vanish in th
 out of the event at whoever waits for the work.
 """
 
+import ctypes
 import queue
 import threading
 import weakref
@@ -14,6 +15,17 @@ import torch
 from megaslide.tracing import Trace
 
 Task = Callable[[], object]
+
+
+def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy between contiguous host tensors of equal size, without the GIL and on this thread.
+
+    torch's own copy would split the work among OpenMP workers, one set per calling thread, which
+    then spin on the cores that compute.
+    """
+    if target.nbytes != source.nbytes:
+        raise ValueError(f"copying {source.nbytes} bytes into {target.nbytes}")
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 class Event:

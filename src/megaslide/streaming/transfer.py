@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from megaslide.streaming.lanes import Event, Lane
+from megaslide.streaming.lanes import Event, Lane, copy_bytes
 from megaslide.streaming.memory import DeviceMemory
 from megaslide.tracing import Trace
 
@@ -95,7 +95,7 @@ class CpuTransfer:
         self, target: torch.Tensor, source: Callable[[], torch.Tensor], after: Sequence[Event],
         name: str,
     ) -> Event:  # fmt: skip
-        return self._copy(self._h2d, lambda: target.copy_(source()), after, name, target.nbytes)
+        return self._copy(self._h2d, lambda: copy_bytes(target, source()), after, name, target.nbytes)
 
     def d2h(
         self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event], name: str, *,
