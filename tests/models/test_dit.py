@@ -1,5 +1,6 @@
 """The whole transformer: shapes, what blocks are handed, conditioning, gradients, precision."""
 
+import math
 from typing import Any
 
 import pytest

@@ -147,10 +147,11 @@ def test_modulated_norm_rounds_once() -> None:
 def test_final_layer_predicts_zero_at_init_and_modulates_per_sample() -> None:
     layer = FinalLayer(8, (1, 2, 2), 3)
     x, emb = torch.randn(1, 12, 8).expand(2, -1, -1), torch.randn(2, 8)
-    assert not layer(x, emb, (1, 3, 4)).any()
+    latents = torch.randn(2, 3, 1, 6, 8)
+    assert not layer(x, emb, latents, (1, 3, 4)).any()
     torch.nn.init.normal_(layer.proj.weight)
     torch.nn.init.normal_(layer.modulation.weight)
-    out = layer(x, emb, (1, 3, 4))
+    out = layer(x, emb, latents, (1, 3, 4))
     assert out.shape == (2, 3, 1, 6, 8)
     assert not torch.allclose(out[0], out[1])
 

@@ -24,7 +24,8 @@ def formula(config: VideoDiTConfig) -> int:
     offsets = 27 * d + d + 12 * d + 12
     mlp = 2 * d * inner + inner + d
     embeds = (patch * d + d) + (256 * d + d) + (d * d + d) + (4096 * d + d) + (d * d + d)
-    heads = (6 * d * d + 6 * d) + (2 * d * d + 2 * d) + (d * patch + patch)
+    gain = config.in_channels * d + config.in_channels
+    heads = (6 * d * d + 6 * d) + (2 * d * d + 2 * d) + (d * patch + patch) + gain
     return config.num_layers * (6 * d + attention + offsets + mlp) + embeds + heads
 
 

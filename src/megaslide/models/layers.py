@@ -156,9 +156,7 @@ class FinalLayer(nn.Module):
         self.gain = ZeroLinear(hidden_size, out_channels)
         self.proj = ZeroLinear(hidden_size, out_channels * math.prod(patch_size))
 
-    def forward(
-        self, x: Tensor, embedded_timestep: Tensor, latents: Tensor, grid: Grid
-    ) -> Tensor:
+    def forward(self, x: Tensor, embedded_timestep: Tensor, latents: Tensor, grid: Grid) -> Tensor:
         timestep = F.silu(embedded_timestep)
         shift, scale = self.modulation(timestep).float().unsqueeze(1).chunk(2, -1)
         change = unpatchify(self.proj(modulated_norm(x, shift, scale)), grid, self.patch_size)

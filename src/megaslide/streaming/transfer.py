@@ -95,7 +95,9 @@ class CpuTransfer:
         self, target: torch.Tensor, source: Callable[[], torch.Tensor], after: Sequence[Event],
         name: str,
     ) -> Event:  # fmt: skip
-        return self._copy(self._h2d, lambda: copy_bytes(target, source()), after, name, target.nbytes)
+        return self._copy(
+            self._h2d, lambda: copy_bytes(target, source()), after, name, target.nbytes
+        )
 
     def d2h(
         self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event], name: str, *,

@@ -86,6 +86,8 @@ def run_loop(
     config, checkpoint, result = trainer.config, None, None
     values: dict[str, float] = {}
     seconds, first = [0.0], trainer.step
+    if first == 0 and (result := trainer.validate()) is not None:
+        log.log(0, {"eval/loss": result.loss})
     while trainer.step < trainer.max_steps and not stopped.is_set():
         with ExitStack() as stack:
             if trainer.step - first < OBSERVED_STEPS:
