@@ -203,3 +203,16 @@ def test_failed_copy_is_reported_not_swallowed() -> None:
     streamed.store.weights = broken  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="read error"):
         streamed(x, c)
+
+
+def test_load_replaces_what_is_on_the_device_already(tmp_path: Path) -> None:
+    (x, c, y), *_ = toys.batches(1)
+    fresh = stream(toys.net(5))
+    fresh.save_pretrained(tmp_path)
+    used = stream(toys.net(0), hooks=POISON)
+    toys.train_streamed(used, [(x, c, y)])  # the next pass's first blocks are prefetched
+    (used(x, c) - y).square().mean().backward()  # gradients that belong to the old weights
+    used.load(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(used(x, c), fresh(x, c))
+    assert used.step().grad_norm == 0

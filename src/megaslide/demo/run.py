@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megaslide.config import Config, load_config
-from megaslide.data.footage import footage_path
+from megaslide.data.footage import SCENES, footage_path
 from megaslide.data.prepare import prepare
 from megaslide.data.sprites import write_sprites
 from megaslide.demo.report import write_report
@@ -32,7 +32,6 @@ Phase = Callable[[str], AbstractContextManager[Callable[..., None]]]
 
 SPRITES = 900
 FILM = "bigbuckbunny.mp4"
-FILM_CAPTION = "a fat grey rabbit in a green meadow, cartoon"
 EXAMPLES_SHOWN = 4
 
 
@@ -88,8 +87,9 @@ def write_clips(folder: Path, config: Config) -> None:
     """Moving digits drawn for the demo, and a real film as it comes."""
     frames, height, width = (int(n) for n in config.data.buckets[0].split("x"))
     write_sprites(folder / "sprites", count=SPRITES, frames=frames, size=(height, width), seed=0)
+    caption = next(scene.caption for scene in SCENES if scene.source == FILM)
     shutil.copyfile(footage_path(FILM), folder / FILM)
-    (folder / FILM).with_suffix(".txt").write_text(FILM_CAPTION + "\n")
+    (folder / FILM).with_suffix(".txt").write_text(caption + "\n")
 
 
 def _claim(out: Path) -> None:
