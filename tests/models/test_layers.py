@@ -11,6 +11,7 @@ from megaslide.models.layers import (
     CrossAttention,
     DepthwiseConv3d,
     FinalLayer,
+    PositionEmbedding,
     TimestepEmbedding,
     ZeroDepthwiseConv3d,
     apply_rope,
@@ -18,7 +19,7 @@ from megaslide.models.layers import (
     patchify,
     rope_pairs,
     rope_tables,
-    timestep_sinusoid,
+    sinusoid,
     unpatchify,
 )
 
@@ -124,15 +125,28 @@ def test_zero_depthwise_convolution_stays_zero_when_reset() -> None:
     assert not conv(torch.randn(1, 2, 2, 2, 4)).any()
 
 
-def test_timestep_sinusoid_is_fp32_and_tells_neighbours_apart() -> None:
+def test_sinusoid_is_fp32_and_tells_neighbours_apart() -> None:
     t = torch.tensor([0.0, 1.0, 999.0, 999.5], dtype=torch.float64)
-    table = timestep_sinusoid(t, 64)
+    table = sinusoid(t, 64)
     assert table.dtype == torch.float32
     angle = 999.0 * 10000.0 ** (-2 * 3 / 64)
     assert abs(table[2, 3].item() - math.cos(angle)) < 1e-4
     assert abs(table[2, 35].item() - math.sin(angle)) < 1e-4
     assert (table[2] - table[3]).norm() > 0.1
     assert TimestepEmbedding(64, 8)(t).shape == (4, 8)
+
+
+def test_position_embedding_sums_one_vector_per_axis_in_token_order() -> None:
+    embed = PositionEmbedding(8)
+    table = embed((2, 3, 4))
+    assert table.shape == (1, 24, 8)
+    for n, position in enumerate((t, h, w) for t in range(2) for h in range(3) for w in range(4)):
+        expected = torch.zeros(8, dtype=torch.float64)
+        for p, proj in zip(position, embed.proj, strict=True):
+            angles = [p * 256.0 ** (-2 * i / 64) for i in range(32)]
+            features = [*map(math.cos, angles), *map(math.sin, angles)]
+            expected += proj.weight.double() @ torch.tensor(features, dtype=torch.float64)
+        torch.testing.assert_close(table[0, n].double(), expected, rtol=0, atol=1e-5)
 
 
 def test_modulated_norm_rounds_once() -> None:

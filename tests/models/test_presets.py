@@ -26,7 +26,8 @@ def formula(config: VideoDiTConfig) -> int:
     embeds = (patch * d + d) + (256 * d + d) + (d * d + d) + (4096 * d + d) + (d * d + d)
     gain = config.in_channels * d + config.in_channels
     heads = (6 * d * d + 6 * d) + (2 * d * d + 2 * d) + (d * patch + patch) + gain
-    return config.num_layers * (6 * d + attention + offsets + mlp) + embeds + heads
+    positions = 3 * 64 * d
+    return config.num_layers * (6 * d + attention + offsets + mlp) + embeds + positions + heads
 
 
 @pytest.mark.parametrize("name", PRESETS)

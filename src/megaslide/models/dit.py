@@ -24,6 +24,7 @@ from megaslide.models.layers import (
     FinalLayer,
     Grid,
     PatchEmbed,
+    PositionEmbedding,
     Rope,
     TimestepEmbedding,
     ZeroLinear,
@@ -115,6 +116,7 @@ class VideoDiT(nn.Module):
         self.config = config
         dim, registers = config.hidden_size, config.num_register_tokens
         self.patch_embed = PatchEmbed(config.in_channels, config.patch_size, dim)
+        self.position_embed = PositionEmbedding(dim)
         self.time_embed = TimestepEmbedding(config.freq_dim, dim)
         self.time_proj = ZeroLinear(dim, 6 * dim)
         self.text_embed = FeedForward(config.text_dim, dim, dim)
@@ -159,7 +161,7 @@ class VideoDiT(nn.Module):
             ValueError: a shape that does not fit; names the number and what fits.
         """
         grid = self._token_grid(hidden_states, encoder_hidden_states)
-        hidden = self.patch_embed(hidden_states)
+        hidden = self.patch_embed(hidden_states) + self.position_embed(grid)
         embedded_timestep = self.time_embed(timestep.expand(len(hidden_states)))
         modulation = self.time_proj(F.silu(embedded_timestep)).unflatten(-1, (6, -1))
         text = self.text_embed(encoder_hidden_states.to(hidden.dtype))

@@ -177,12 +177,41 @@ def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return torch.addcmul(shift.to(x.dtype), layer_norm(x), (1 + scale).to(x.dtype))
 
 
-def timestep_sinusoid(timestep: Tensor, channels: int) -> Tensor:
-    """Cosines then sines of t·10000^(-2i/channels), fp32: [B] to [B, channels]."""
+def sinusoid(value: Tensor, channels: int, *, base: float = 10000.0) -> Tensor:
+    """Cosines then sines of value·base^(-2i/channels), fp32: [B] to [B, channels]."""
     half = channels // 2
-    index = torch.arange(half, dtype=torch.float32, device=timestep.device)
-    angle = timestep.float()[:, None] * torch.exp(-math.log(10000.0) * index / half)
+    index = torch.arange(half, dtype=torch.float32, device=value.device)
+    angle = value.float()[:, None] * torch.exp(-math.log(base) * index / half)
     return torch.cat([angle.cos(), angle.sin()], dim=-1)
+
+
+class PositionEmbedding(nn.Module):
+    """Where a token is: a learned map of each axis's sinusoids, summed, [1, N, D] for a grid.
+
+    Rotary positions tell how far two tokens are apart, and only to the attention's scores. What is
+    at which wall, or which neighbour a value comes from, needs an absolute position in the tokens
+    themselves; without one a small model paints every token by itself (docs/experiments.md).
+    """
+
+    CHANNELS = 64
+    BASE = 256.0
+    """Period of the slowest sinusoid over 2π, in tokens: about the longest axis in use."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.proj = nn.ModuleList(Linear(self.CHANNELS, hidden_size, bias=False) for _ in range(3))
+
+    def forward(self, grid: Grid) -> Tensor:
+        """Grid (T, H, W) to [1, T·H·W, D], dtype of the weight."""
+        t, h, w = (
+            proj(self._features(size, proj.weight))
+            for size, proj in zip(grid, self.proj, strict=True)
+        )  # each [size, D]
+        return (t[:, None, None] + h[:, None] + w).flatten(0, 2).unsqueeze(0)
+
+    def _features(self, size: int, like: Tensor) -> Tensor:
+        positions = torch.arange(size, device=like.device)
+        return sinusoid(positions, self.CHANNELS, base=self.BASE).to(like.dtype)
 
 
 class TimestepEmbedding(nn.Module):
@@ -195,7 +224,7 @@ class TimestepEmbedding(nn.Module):
         self.proj_out = Linear(hidden_size, hidden_size)
 
     def forward(self, timestep: Tensor) -> Tensor:
-        features = timestep_sinusoid(timestep, self.freq_dim).to(self.proj_in.weight.dtype)
+        features = sinusoid(timestep, self.freq_dim).to(self.proj_in.weight.dtype)
         return self.proj_out(F.silu(self.proj_in(features)))
 
 
