@@ -8,7 +8,7 @@ after its own update (its `updated` event), so there is no staleness and nothing
 from collections.abc import Sequence
 from functools import partial
 
-from megaslide.ops.adamw import AdamWSettings, adamw_
+from megaslide.ops.adamw import AdamWSettings, AdamWState, adamw_
 from megaslide.streaming.lanes import Event, Lane
 from megaslide.streaming.layout import Segment, UnitLayout
 from megaslide.streaming.store import Store
@@ -65,18 +65,15 @@ class StreamedAdamW:
         ema = None
         if self._ema_decay is not None:
             ema = segment.element(store.moments(unit, "ema"))[part]
-        adamw_(
-            segment.weight(store.weights(unit))[part],
-            None if residual is None else residual[part],
-            segment.element(store.moments(unit, "exp_avg"))[part],
-            segment.element(store.moments(unit, "exp_avg_sq"))[part],
-            segment.weight(store.gradient(unit))[part],
-            settings,
-            step=step,
-            grad_scale=scale,
+        state = AdamWState(
+            weight=segment.weight(store.weights(unit))[part],
+            residual=None if residual is None else residual[part],
+            exp_avg=segment.element(store.moments(unit, "exp_avg"))[part],
+            exp_avg_sq=segment.element(store.moments(unit, "exp_avg_sq"))[part],
             ema=ema,
-            ema_decay=self._ema_decay or 0.0,
         )
+        grad = segment.weight(store.gradient(unit))[part]
+        adamw_(state, grad, settings, step=step, grad_scale=scale, ema_decay=self._ema_decay or 0.0)
 
 
 def _runs(

@@ -6,71 +6,69 @@ temporaries of a whole block would triple its memory traffic and its footprint.
 
 A `split` master is a bf16 weight `hi` and a 16-bit residual `lo` that restore the fp32 master
 exactly: hi = (bits + 0x8000) >> 16, bits = (hi << 16) + lo. Rounding half up rather than to even
-is what makes the inverse exact.
+is what makes the inverse exact. A NaN keeps no payload: rounding up could make it a number.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from megaslide.ops.adamw import AdamWSettings
+from megaslide.ops.adamw.state import AdamWState, Coefficients
 
 CHUNK = 1 << 18
 """Elements: temporaries of 1 MB, near the caches, without many calls for a block."""
 
+NAN_BITS = 0x7FC00000
 
-def join_master(hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
+
+def join_master(hi: Tensor, lo: Tensor) -> Tensor:
     """The fp32 master of a bf16 weight `hi` and its int16 residual `lo`, both `[n]`."""
     bits = (hi.view(torch.int16).to(torch.int32) << 16) + lo.to(torch.int32)
     return bits.view(torch.float32)
 
 
-def split_master_(master: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> None:
-    """Store the fp32 `master` as bf16 `hi` and int16 `lo`, all `[n]`."""
-    bits = master.view(torch.int32)
+def split_master_(master: Tensor, hi: Tensor, lo: Tensor | None = None) -> None:
+    """Store the fp32 `master` as bf16 `hi` and, where it is given, int16 `lo`, all `[n]`."""
+    bits = master.view(torch.int32).masked_fill(master.isnan(), NAN_BITS)
     high = (bits + 0x8000) >> 16
     hi.view(torch.int16).copy_(high)
-    lo.copy_(bits - (high << 16))
+    if lo is not None:
+        lo.copy_(bits - (high << 16))
 
 
-def adamw_(
-    weight: torch.Tensor,
-    residual: torch.Tensor | None,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    settings: "AdamWSettings",
-    *,
-    step: int,
-    grad_scale: float,
-    ema: torch.Tensor | None,
-    ema_decay: float,
-) -> None:
-    """See `megaslide.ops.adamw.adamw_`."""
-    for start in range(0, weight.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        lo = None if residual is None else residual[part]
-        master = weight[part] if lo is None else join_master(weight[part], lo)
-        scaled = grad[part].float() * grad_scale
-        _update_(master, exp_avg[part], exp_avg_sq[part], scaled, settings, step)
-        if lo is not None:
-            split_master_(master, weight[part], lo)
-        if ema is not None:
-            ema[part].lerp_(master, 1 - ema_decay)
+def adamw_(state: AdamWState, grad: Tensor, by: Coefficients, *, threads: int) -> None:
+    """See `megaslide.ops.adamw.adamw_`; torch's own operators take torch's number of threads."""
+    del threads
+    for start in range(0, state.weight.numel(), CHUNK):
+        _update_chunk_(_part(state, slice(start, start + CHUNK)), grad[start : start + CHUNK], by)
+
+
+def _part(state: AdamWState, part: slice) -> AdamWState:
+    return AdamWState(
+        weight=state.weight[part],
+        residual=None if state.residual is None else state.residual[part],
+        master=None if state.master is None else state.master[part],
+        exp_avg=state.exp_avg[part],
+        exp_avg_sq=state.exp_avg_sq[part],
+        ema=None if state.ema is None else state.ema[part],
+    )
+
+
+def _update_chunk_(state: AdamWState, grad: Tensor, by: Coefficients) -> None:
+    master = state.weight if state.master is None else state.master
+    if state.residual is not None:
+        master = join_master(state.weight, state.residual)
+    _update_(master, state.exp_avg, state.exp_avg_sq, grad.float() * by.grad_scale, by)
+    if state.weight.dtype == torch.bfloat16:
+        split_master_(master, state.weight, state.residual)
+    if state.ema is not None:
+        state.ema.lerp_(master, by.ema_weight)
 
 
 def _update_(
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    s: "AdamWSettings",
-    step: int,
+    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, by: Coefficients
 ) -> None:
-    master.mul_(1 - s.lr * s.weight_decay)
-    exp_avg.lerp_(grad, 1 - s.beta1)
-    exp_avg_sq.mul_(s.beta2).addcmul_(grad, grad, value=1 - s.beta2)
-    step_size = s.lr / (1 - s.beta1**step)
-    denominator = (exp_avg_sq.sqrt() / (1 - s.beta2**step) ** 0.5).add_(s.eps)
-    master.addcdiv_(exp_avg, denominator, value=-step_size)
+    master.mul_(by.decay)
+    exp_avg.lerp_(grad, by.exp_avg_weight)
+    exp_avg_sq.mul_(by.beta2).addcmul_(grad, grad, value=by.exp_avg_sq_weight)
+    denominator = (exp_avg_sq.sqrt() / by.root_correction).add_(by.eps)
+    master.addcdiv_(exp_avg, denominator, value=by.step_size)
