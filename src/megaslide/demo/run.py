@@ -31,6 +31,8 @@ Phase = Callable[[str], AbstractContextManager[Callable[..., None]]]
 """Opens a named phase; yields what is called with (done, total, ...) as it goes on."""
 
 SPRITES = 900
+SPEED = (0.75, 2.0)
+"""Pixels per frame: what the codec's four-frame blocks still show as a digit."""
 FILM = "bigbuckbunny.mp4"
 EXAMPLES_SHOWN = 4
 
@@ -86,7 +88,10 @@ def run_demo(out: Path, phase: Phase = _unseen) -> dict[str, Any]:
 def write_clips(folder: Path, config: Config) -> None:
     """Moving digits drawn for the demo, and a real film as it comes."""
     frames, height, width = (int(n) for n in config.data.buckets[0].split("x"))
-    write_sprites(folder / "sprites", count=SPRITES, frames=frames, size=(height, width), seed=0)
+    write_sprites(
+        folder / "sprites",
+        count=SPRITES, frames=frames, size=(height, width), seed=0, speed=SPEED,
+    )  # fmt: skip
     caption = next(scene.caption for scene in SCENES if scene.source == FILM)
     shutil.copyfile(footage_path(FILM), folder / FILM)
     (folder / FILM).with_suffix(".txt").write_text(caption + "\n")
