@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-
 CLOCK = "clock"  # the snapshots' own time, kept among the counters
 
 
@@ -61,7 +60,9 @@ def summarize(before: Mapping[str, float], after: Mapping[str, float]) -> TraceS
     lanes = {key.removesuffix("_s"): n for key, n in moved.items() if key.endswith("_s")}
     wait = lanes.pop("wait", 0.0)
     seconds = lanes.pop(CLOCK, 0.0)
-    nbytes = {key.removesuffix("_bytes"): int(n) for key, n in moved.items() if n and "_by" in key}
+    nbytes = {
+        key.removesuffix("_bytes"): int(n) for key, n in moved.items() if key.endswith("_bytes")
+    }
     return TraceSummary(seconds=seconds, busy_s=lanes, nbytes=nbytes, wait_s=wait)
 
 

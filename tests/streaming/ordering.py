@@ -227,9 +227,7 @@ def ordered(patch: pytest.MonkeyPatch, skip: str | None = None) -> Iterator[Orde
         if why != skip:
             original_wait(event, why)
 
-    def submit(
-        lane: Lane, work: Any, name: str, *, after: Any = NOTHING, nbytes: int = 0
-    ) -> Event:
+    def submit(lane: Lane, work: Any, name: str, *, after: Any = NOTHING, nbytes: int = 0) -> Event:
         if lane.name in ("h2d", "d2h"):
             return original_submit(lane, work, name, after=after, nbytes=nbytes)
         op = log.issue(lane.name, after)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import toys
 import torch
+import toys
 
 from megaslide.streaming import TransferHooks, stream
 

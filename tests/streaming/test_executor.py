@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import toys
 import torch
+import toys
 from torch import nn
 
 from megaslide.streaming import NonFiniteGradientError, TransferHooks, stream
@@ -243,9 +243,7 @@ class Table(nn.Module):
 def test_table_as_long_as_the_batch_can_be_named() -> None:
     table = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)  # 4 is the batch's size too
     make = stack(Table, lambda b, h, s: b(h, s, table=table))
-    check(
-        make, blocks=["blocks"], micro_batch_size=1, shared_inputs=["table"], exact=False
-    )
+    check(make, blocks=["blocks"], micro_batch_size=1, shared_inputs=["table"], exact=False)
     streamed = stream(make(), blocks=["blocks"], micro_batch_size=1)
     with pytest.raises(IndexError):  # split where it is not named
         toys.loss_of(streamed, toys.batches(1)[0])

@@ -4,8 +4,8 @@ import threading
 import time
 
 import pytest
-import toys
 import torch
+import toys
 
 from megaslide.errors import InputError
 from megaslide.streaming import stream

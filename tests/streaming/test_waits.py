@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import toys
 import torch
+import toys
 from ordering import ordered
 
 from megaslide.streaming import TransferHooks, stream
