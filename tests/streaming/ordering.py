@@ -110,9 +110,10 @@ class OrderLog:
         for one in copies:
             low = bisect.bisect_left(starts, one.start - longest)
             for other in ordered[low : bisect.bisect_left(starts, one.stop)]:
-                if other.stop > one.start and other.lane != one.lane and one.write | other.write:
-                    if not (one.before(other) or other.before(one)):
-                        found.add(f"{one.lane}: {one.what} | {other.lane}: {other.what}")
+                overlap = other.stop > one.start and other.lane != one.lane
+                ordered_pair = one.before(other) or other.before(one)
+                if overlap and one.write | other.write and not ordered_pair:
+                    found.add(f"{one.lane}: {one.what} | {other.lane}: {other.what}")
         return sorted(found)
 
 

@@ -3,6 +3,7 @@
 `AXES` is the whole parametrisation; an engine option with an invariant result is one more line.
 """
 
+import itertools
 from typing import Any
 
 import hypothesis.strategies as st
@@ -86,4 +87,4 @@ def test_spans_name_every_kind_of_work() -> None:
     lanes = {s.lane for s in streamed.trace.spans}
     assert lanes == {"compute", "h2d", "d2h", "adamw", "wait"}
     compute = sorted((s.start, s.end) for s in streamed.trace.spans if s.lane == "compute")
-    assert all(a[1] <= b[0] for a, b in zip(compute, compute[1:], strict=False))  # never nested
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(compute))  # never nested

@@ -206,14 +206,14 @@ class _DiskRecord:
 
     def write(self, target: Tensor, arrived: Tensor) -> None:
         with self._named("writing"):
-            data, done = memoryview(arrived.numpy()), 0
+            data, done = arrived.numpy().data, 0
             while done < self.nbytes:
                 done += os.pwrite(self._file, data[done:], self.offset + done)
 
     def read(self) -> Tensor:
         region = host_memory(self.nbytes)
         with self._named("reading"):
-            data, done = memoryview(region.numpy()), 0
+            data, done = region.numpy().data, 0
             while done < self.nbytes:
                 count = os.preadv(self._file, [data[done:]], self.offset + done)
                 if count == 0:
@@ -234,7 +234,7 @@ class _DiskPlace:
 
     def __init__(self, folder: Path | None) -> None:
         self._where = str(folder or tempfile.gettempdir())
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         weakref.finalize(self, self._file.close)
         self._end = 0
         self._unused: defaultdict[int, list[Record]] = defaultdict(list)
