@@ -210,6 +210,14 @@ class OffloadConfig(Section):
     """Device-side buffers, one block each."""
     micro_batch_size: int | None = Field(None, gt=0)
     """Clips per pass through a block; null takes train.train_batch_size."""
+    activations: Literal["auto", "device", "host", "disk"] = "auto"
+    """Where the inputs of blocks wait for the backward pass; `auto` is the device."""
+    activation_dir: str | None = None
+    """Folder of the file of `activations: disk`; null takes the system's temporary folder."""
+    device_budget_gb: float | None = Field(None, gt=0)
+    """Memory that weights and gradients may take on the device, in 10⁹ bytes; more is refused."""
+    link_gb_s: float | None = Field(None, gt=0)
+    """Emulated bandwidth between host and device in each direction, in 10⁹ bytes per second."""
     state_format: Literal["split"] = "split"
     """How a bf16 weight and its fp32 master are stored (12 bytes per parameter)."""
 

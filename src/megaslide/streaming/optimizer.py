@@ -5,13 +5,16 @@ in forward order on its own thread while the next forward already streams. A uni
 after its own update (its `updated` event), so there is no staleness and nothing to roll back.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from megaslide.ops.adamw import AdamWSettings, AdamWState, adamw_
-from megaslide.streaming.lanes import Event, Lane
+from megaslide.streaming.gradients import Landed
+from megaslide.streaming.lanes import NOTHING, Event, Lane
 from megaslide.streaming.layout import Segment, UnitLayout
 from megaslide.streaming.store import Store
+from megaslide.streaming.transfer import Reasons
 from megaslide.tracing import Trace
 
 
@@ -28,37 +31,39 @@ class StreamedAdamW:
         return self._updated[unit]
 
     def launch(
-        self, order: Sequence[int], present: Sequence[set[str]], settings: AdamWSettings,
-        grad_scale: float,
+        self, unit: int, landed: Landed, settings: AdamWSettings, grad_scale: float,
+        after: Reasons = NOTHING,
     ) -> None:  # fmt: skip
-        """Start updating the units in `order`.
+        """Start the unit's update with what landed, which may still grow until `after` are done.
 
-        `present` names, per unit, the parameters that received a gradient.
+        Nothing changes if a norm is not finite by then; whoever launches reports it.
         """
-        for unit in order:
-            work = partial(self._update, unit, present[unit], settings, grad_scale)
-            self._updated[unit] = self._lane.submit(work, self._store.units[unit].name)
+        work = partial(self._update, unit, landed, settings, grad_scale)
+        self._updated[unit] = self._lane.submit(work, self._store.units[unit].name, after=after)
 
     def finish(self) -> None:
         """Wait until every update launched so far is in the store."""
         for event in self._updated:
-            event.wait()
+            event.wait("updates finished")
 
     def close(self) -> None:
         self._lane.close()
 
-    def _update(self, unit: int, present: set[str], settings: AdamWSettings, scale: float) -> None:
-        layout = self._store.units[unit]
+    def _update(self, unit: int, landed: Landed, settings: AdamWSettings, scale: float) -> None:
+        if not all(torch.isfinite(norm) for norm in landed.norms.values()):
+            return
+        layout, present = self._store.units[unit], set(landed.norms)
         steps = self._store.steps[unit]
         for name in present:
             steps[name] += 1
         for segment in layout.segments:
             for start, stop, step in _runs(layout, segment, present, steps):
-                self._update_run(unit, segment, slice(start, stop), step, settings, scale)
+                part = slice(start, stop)
+                self._update_run(unit, segment, part, landed, step, settings, scale)
 
     def _update_run(
-        self, unit: int, segment: Segment, part: slice, step: int, settings: AdamWSettings,
-        scale: float,
+        self, unit: int, segment: Segment, part: slice, landed: Landed, step: int,
+        settings: AdamWSettings, scale: float,
     ) -> None:  # fmt: skip
         store = self._store
         residual = store.residual(unit, segment)
@@ -72,7 +77,7 @@ class StreamedAdamW:
             exp_avg_sq=segment.element(store.moments(unit, "exp_avg_sq"))[part],
             ema=ema,
         )
-        grad = segment.weight(store.gradient(unit))[part]
+        grad = landed.gradient(segment, store.gradient(unit))[part]
         adamw_(state, grad, settings, step=step, grad_scale=scale, ema_decay=self._ema_decay or 0.0)
 
 
