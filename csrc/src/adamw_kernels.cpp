@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "adamw.h"
+#include "adamw_codes.h"
 #include "vectors.h"
 
 namespace megaslide {
@@ -89,18 +90,61 @@ MEGASLIDE_INLINE Floats update_lanes(const megaslide_adamw_state &at,
   return root;
 }
 
-template <Master kMaster, bool kEma, typename Grad>
-MEGASLIDE_INLINE void update_group(const megaslide_adamw_state &at, const Grad *grad,
-                                   const megaslide_adamw_coefficients &by, int64_t first) {
-  auto *exp_avgs = static_cast<float *>(at.exp_avg);
-  auto *exp_avg_sqs = static_cast<float *>(at.exp_avg_sq);
-  for (int64_t i = first; i < first + kGroup; i += kLanes) {
-    Floats exp_avg = load<kLanes>(exp_avgs + i), exp_avg_sq = load<kLanes>(exp_avg_sqs + i);
-    update_lanes<kMaster, kEma>(at, by, i, load_gradient(grad + i), exp_avg, exp_avg_sq);
-    store<kLanes>(exp_avgs + i, exp_avg);
-    store<kLanes>(exp_avg_sqs + i, exp_avg_sq);
+struct Fp32Moments {
+  using Stored = float;
+
+  template <Master kMaster, bool kEma, typename Grad>
+  static MEGASLIDE_INLINE void update_group(const megaslide_adamw_state &at, const Grad *grad,
+                                            const megaslide_adamw_coefficients &by, int64_t first,
+                                            uint32_t) {
+    auto *exp_avgs = static_cast<float *>(at.exp_avg);
+    auto *exp_avg_sqs = static_cast<float *>(at.exp_avg_sq);
+    for (int64_t i = first; i < first + kGroup; i += kLanes) {
+      Floats exp_avg = load<kLanes>(exp_avgs + i), exp_avg_sq = load<kLanes>(exp_avg_sqs + i);
+      update_lanes<kMaster, kEma>(at, by, i, load_gradient(grad + i), exp_avg, exp_avg_sq);
+      store<kLanes>(exp_avgs + i, exp_avg);
+      store<kLanes>(exp_avg_sqs + i, exp_avg_sq);
+    }
   }
-}
+};
+
+// Two passes over a group, because a code needs the largest number of its block.
+struct CodedMoments {
+  using Stored = uint8_t;
+
+  template <Master kMaster, bool kEma, typename Grad>
+  static MEGASLIDE_INLINE void update_group(const megaslide_adamw_state &at, const Grad *grad,
+                                            const megaslide_adamw_coefficients &by, int64_t first,
+                                            uint32_t element) {
+    auto *exp_avg_codes = static_cast<uint8_t *>(at.exp_avg) + first;
+    auto *root_codes = static_cast<uint8_t *>(at.exp_avg_sq) + first;
+    float &exp_avg_scale = at.exp_avg_scale[first / kGroup];
+    float &root_scale = at.exp_avg_sq_scale[first / kGroup];
+    Floats exp_avg[kGroup / kLanes], root[kGroup / kLanes];
+    Bits exp_avg_most = {}, root_most = {};
+    for (int64_t j = 0; j < kGroup / kLanes; ++j) {
+      const int64_t i = j * kLanes;
+      const Floats old_root = decoded<kRootCode>(root_codes + i, root_scale);
+      Floats exp_avg_sq = old_root * old_root;
+      exp_avg[j] = decoded<kExpAvgCode>(exp_avg_codes + i, exp_avg_scale);
+      root[j] = update_lanes<kMaster, kEma>(at, by, first + i, load_gradient(grad + first + i),
+                                            exp_avg[j], exp_avg_sq);
+      exp_avg_most = larger(exp_avg_most, magnitude_bits(exp_avg[j]));
+      root_most = larger(root_most, magnitude_bits(root[j]));
+    }
+    exp_avg_scale = largest_of(exp_avg_most);
+    root_scale = largest_of(root_most);
+    const float exp_avg_inverse = inverse_of<kExpAvgCode>(exp_avg_scale);
+    const float root_inverse = inverse_of<kRootCode>(root_scale);
+    const Bits key = mixed(Bits{} + by.step);
+    for (int64_t j = 0; j < kGroup / kLanes; ++j) {
+      const int64_t i = j * kLanes;
+      const Bits noise = noise_of(element + static_cast<uint32_t>(i), key);
+      encode<kExpAvgCode>(exp_avg_codes + i, exp_avg[j], exp_avg_inverse, noise & 0xffffu);
+      encode<kRootCode>(root_codes + i, root[j], root_inverse, noise >> kNoiseBits);
+    }
+  }
+};
 
 // ---- a region ---------------------------------------------------------------------------------
 
@@ -125,20 +169,28 @@ T *moved(T *pointer, int64_t by) {
   return pointer ? pointer + by : nullptr;
 }
 
-template <Master kMaster, bool kEma, typename Grad>
+template <typename Moments, Master kMaster, bool kEma, typename Grad>
 void update_last(const megaslide_adamw_state &at, const Grad *grad,
                  const megaslide_adamw_coefficients &by, int64_t first, int64_t count) {
+  using Stored = typename Moments::Stored;
   Completed master(moved(at.master, first), count), ema(moved(at.ema, first), count);
   Completed weight(moved(at.weight, first), count);
   Completed residual(moved(at.residual, first), count);
-  Completed exp_avg(static_cast<float *>(at.exp_avg) + first, count);
-  Completed exp_avg_sq(static_cast<float *>(at.exp_avg_sq) + first, count);
+  Completed exp_avg(static_cast<Stored *>(at.exp_avg) + first, count);
+  Completed exp_avg_sq(static_cast<Stored *>(at.exp_avg_sq) + first, count);
   Grad gradient[kGroup] = {};
   __builtin_memcpy(gradient, grad + first, count * sizeof(Grad));
-  const megaslide_adamw_state completed{
-      kGroup,       master.given(), weight.given(), residual.given(), exp_avg.data,
-      exp_avg_sq.data, nullptr,        nullptr,        ema.given()};
-  update_group<kMaster, kEma>(completed, gradient, by, 0);
+  const megaslide_adamw_state completed{kGroup,
+                                        master.given(),
+                                        weight.given(),
+                                        residual.given(),
+                                        exp_avg.data,
+                                        exp_avg_sq.data,
+                                        moved(at.exp_avg_scale, first / kGroup),
+                                        moved(at.exp_avg_sq_scale, first / kGroup),
+                                        ema.given()};
+  Moments::template update_group<kMaster, kEma>(completed, gradient, by, 0,
+                                                static_cast<uint32_t>(first));
   master.write_back();
   weight.write_back();
   residual.write_back();
@@ -147,14 +199,17 @@ void update_last(const megaslide_adamw_state &at, const Grad *grad,
   ema.write_back();
 }
 
-template <Master kMaster, bool kEma, typename Grad>
+template <typename Moments, Master kMaster, bool kEma, typename Grad>
 void update_range(const AdamWArrays &arrays, const megaslide_adamw_coefficients &by, int64_t first,
                   int64_t last) {
   const auto *grad = static_cast<const Grad *>(arrays.grad);
   for (; last - first >= kGroup; first += kGroup) {
-    update_group<kMaster, kEma>(arrays.state, grad, by, first);
+    Moments::template update_group<kMaster, kEma>(arrays.state, grad, by, first,
+                                                  static_cast<uint32_t>(first));
   }
-  if (first < last) update_last<kMaster, kEma>(arrays.state, grad, by, first, last - first);
+  if (first < last) {
+    update_last<Moments, kMaster, kEma>(arrays.state, grad, by, first, last - first);
+  }
 }
 
 void square_root_of_all(int32_t root, const float *from, float *to, int64_t count) {
@@ -171,29 +226,31 @@ void square_root_of_all(int32_t root, const float *from, float *to, int64_t coun
 
 // ---- which of them ----------------------------------------------------------------------------
 
-template <Master kMaster, bool kEma>
-void update_by_grad(const AdamWArrays &arrays, const megaslide_adamw_coefficients &by,
-                    int64_t first, int64_t last) {
-  const auto update = arrays.grad_is_bf16 ? update_range<kMaster, kEma, uint16_t>
-                                          : update_range<kMaster, kEma, float>;
-  update(arrays, by, first, last);
+using Update = void (*)(const AdamWArrays &, const megaslide_adamw_coefficients &, int64_t,
+                        int64_t);
+
+template <typename Moments, Master kMaster>
+Update chosen_by_rest(const AdamWArrays &arrays) {
+  if (arrays.state.ema) {
+    return arrays.grad_is_bf16 ? update_range<Moments, kMaster, true, uint16_t>
+                               : update_range<Moments, kMaster, true, float>;
+  }
+  return arrays.grad_is_bf16 ? update_range<Moments, kMaster, false, uint16_t>
+                             : update_range<Moments, kMaster, false, float>;
 }
 
-template <Master kMaster>
-void update_by_ema(const AdamWArrays &arrays, const megaslide_adamw_coefficients &by,
-                   int64_t first, int64_t last) {
-  const auto update =
-      arrays.state.ema ? update_by_grad<kMaster, true> : update_by_grad<kMaster, false>;
-  update(arrays, by, first, last);
+template <typename Moments>
+Update chosen_by_master(const AdamWArrays &arrays) {
+  if (!arrays.state.master) return chosen_by_rest<Moments, Master::split>(arrays);
+  return arrays.state.weight ? chosen_by_rest<Moments, Master::rounded>(arrays)
+                             : chosen_by_rest<Moments, Master::whole>(arrays);
 }
 
 void update(const AdamWArrays &arrays, const megaslide_adamw_coefficients &by, int64_t first,
             int64_t last) {
-  const megaslide_adamw_state &at = arrays.state;
-  const auto update = !at.master  ? update_by_ema<Master::split>
-                      : at.weight ? update_by_ema<Master::rounded>
-                                  : update_by_ema<Master::whole>;
-  update(arrays, by, first, last);
+  const Update chosen = arrays.state.exp_avg_scale ? chosen_by_master<CodedMoments>(arrays)
+                                                   : chosen_by_master<Fp32Moments>(arrays);
+  chosen(arrays, by, first, last);
 }
 
 }  // namespace

@@ -108,6 +108,8 @@ def _state(state: AdamWState) -> _State:
         residual=_pointer(state.residual),
         exp_avg=_pointer(state.exp_avg),
         exp_avg_sq=_pointer(state.exp_avg_sq),
+        exp_avg_scale=_pointer(state.exp_avg_scale),
+        exp_avg_sq_scale=_pointer(state.exp_avg_sq_scale),
         ema=_pointer(state.ema),
     )
 
