@@ -95,11 +95,11 @@ def test_zero_is_kept_and_a_root_never_becomes_it() -> None:
 
 
 def test_noise_is_uniform_and_its_two_parts_independent() -> None:
-    a, b = (x.double() / 2**16 for x in codes.noise(0, 1 << 16, 5))
+    a, b = (x.double() / 2**19 for x in codes.noise(0, 1 << 16, 5))
     for x in (a, b):
         assert x.mean() == pytest.approx(0.5, abs=0.005)
         assert x.var() == pytest.approx(1 / 12, abs=0.002)
-    later = codes.noise(0, 1 << 16, 6)[0].double() / 2**16
+    later = codes.noise(0, 1 << 16, 6)[0].double() / 2**19
     for pair in ((a, b), (a, later), (a[1:], a[:-1])):
         assert abs(torch.corrcoef(torch.stack(pair))[0, 1]) < 0.02
 
@@ -185,7 +185,7 @@ def test_what_is_not_finite_stays_in_its_block(backend: Any) -> None:
 
 
 def final_loss(coded: bool, seed: int) -> float:
-    """Mean loss of the last 50 of 400 steps: a small network fits a fixed one, inputs of 1e-2…1e1."""
+    """Mean loss of the last 50 of 400 steps: a network fits another, inputs of 1e-2 … 1e1."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 4))
     teacher = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).requires_grad_(False)

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 BLOCK8 = 128
 """Elements that share one scale; MEGASLIDE_ADAMW_BLOCK of csrc/include/megaslide.h."""
 
-STEP_BITS, NOISE_BITS = 19, 16
+STEP_BITS = 19
 ONE_BITS = 0x3F800000
 MASK32 = 0xFFFFFFFF
 SMALLEST_SCALE = 2.0**-100
@@ -66,7 +66,7 @@ def decode(codes: Tensor, scale: Tensor, code: Code) -> Tensor:
 def encode_(x: Tensor, codes: Tensor, scale: Tensor, code: Code, noise: Tensor) -> None:
     """Store float32 `x` `[n]` as uint8 `codes` `[n]` and float32 `scale` `[b]`.
 
-    `noise` is int32 `[n]` in [0, 2^NOISE_BITS). A block that is not finite gets a scale that is
+    `noise` is int32 `[n]` in [0, 2^STEP_BITS). A block that is not finite gets a scale that is
     not finite, and decodes to NaN.
     """
     magnitude = x.view(torch.int32) & 0x7FFFFFFF
@@ -76,7 +76,7 @@ def encode_(x: Tensor, codes: Tensor, scale: Tensor, code: Code, noise: Tensor) 
     inverse = torch.full_like(scale, 1 - code.offset).div_(scale).masked_fill_(~usable, 0)
     inverse = inverse.repeat_interleave(BLOCK8)[: len(x)]
     y = magnitude.view(torch.float32) * inverse + code.offset
-    above = y.view(torch.int32) - code.offset_bits + (noise << (STEP_BITS - NOISE_BITS))
+    above = y.view(torch.int32) - code.offset_bits + noise
     found = (above >> STEP_BITS).clamp_(max=code.most)
     if code.has_sign:
         found |= (x.view(torch.int32) >> 24) & 0x80
@@ -86,14 +86,21 @@ def encode_(x: Tensor, codes: Tensor, scale: Tensor, code: Code, noise: Tensor) 
 
 
 def noise(first: int, count: int, step: int) -> tuple[Tensor, Tensor]:
-    """Random bits for exp_avg and for the root of `count` elements from `first` on, int32 `[count]`."""
+    """For exp_avg and for the root of `count` elements from `first` on: random, int32 `[count]`.
+
+    In [0, 2^STEP_BITS). Of 32 random bits both take 19; the six they share weigh least in the root.
+    """
     index = torch.arange(first, first + count, dtype=torch.int64)
-    bits = _mixed((index + _mixed(torch.tensor(step))) & MASK32)
-    return (bits & 0xFFFF).to(torch.int32), (bits >> NOISE_BITS).to(torch.int32)
+    seeds = (index * 0x9E3779B9 + _mixed(step)) & MASK32
+    bits = ((seeds ^ (seeds >> 16)) * 0xC2B2AE35) & MASK32
+    bits ^= bits >> 15
+    low = bits & ((1 << STEP_BITS) - 1)
+    return low.to(torch.int32), (bits >> (32 - STEP_BITS)).to(torch.int32)
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """32 bits, each of which depends on all of x (the finalizer of MurmurHash3); int64 in and out."""
+def _mixed(x: int) -> int:
+    """32 bits, each of which depends on all of the lower 32 of x (MurmurHash3's finalizer)."""
+    x &= MASK32
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & MASK32
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & MASK32
     return x ^ (x >> 16)
