@@ -155,6 +155,13 @@ MEGASLIDE_API int32_t megaslide_adamw(const megaslide_adamw_state *state, const 
                                       const megaslide_adamw_coefficients *coefficients,
                                       int32_t threads);
 
+/* ---- memory bandwidth -----------------------------------------------------------------------
+ *
+ * a = b + scalar * c over `count` floats: STREAM's triad, the yardstick of what memory can do. `a` is
+ * written past the caches where the processor can, so 12 bytes move per element. */
+MEGASLIDE_API int32_t megaslide_triad(float *a, const float *b, const float *c, float scalar,
+                                      int64_t count, int32_t threads);
+
 #ifdef __cplusplus
 }
 #endif

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from megaslide.ops import library
 from megaslide.ops.adamw import native, reference
+from megaslide.ops.adamw.codes import BLOCK8
 from megaslide.ops.adamw.state import AdamWSettings, AdamWState, Coefficients
 
-__all__ = ["AdamWSettings", "AdamWState", "adamw_"]
+__all__ = ["BLOCK8", "AdamWSettings", "AdamWState", "adamw_"]
 
 BACKENDS = {"native": native.adamw_, "reference": reference.adamw_}
 
@@ -35,7 +36,8 @@ def adamw_(
     Source: Loshchilov & Hutter 2019 (arXiv:1711.05101).
 
     A gradient, weight or moment that is not finite makes its own element not finite, as in torch,
-    and no other; a bf16 weight of a NaN master is a NaN.
+    and no other; a bf16 weight of a NaN master is a NaN. With 8-bit moments it also spoils the
+    moments of its block of BLOCK8 elements, whose next update is then NaN.
 
     Args:
         state: the region, `[n]`.

@@ -12,10 +12,12 @@ is what makes the inverse exact. A NaN keeps no payload: rounding up could make 
 import torch
 from torch import Tensor
 
+from megaslide.ops.adamw import codes
 from megaslide.ops.adamw.state import AdamWState, Coefficients
 
 CHUNK = 1 << 18
-"""Elements: temporaries of 1 MB, near the caches, without many calls for a block."""
+"""Elements: temporaries of 1 MB, near the caches, without many calls for a block. A multiple of
+BLOCK8."""
 
 NAN_BITS = 0x7FC00000
 
@@ -39,29 +41,54 @@ def adamw_(state: AdamWState, grad: Tensor, by: Coefficients, *, threads: int) -
     """See `megaslide.ops.adamw.adamw_`; torch's own operators take torch's number of threads."""
     del threads
     for start in range(0, state.weight.numel(), CHUNK):
-        _update_chunk_(_part(state, slice(start, start + CHUNK)), grad[start : start + CHUNK], by)
+        _update_chunk_(_part(state, start, start + CHUNK), grad[start : start + CHUNK], by, start)
 
 
-def _part(state: AdamWState, part: slice) -> AdamWState:
+def _part(state: AdamWState, start: int, stop: int) -> AdamWState:
+    def cut(x: Tensor | None, unit: int = 1) -> Tensor | None:
+        return None if x is None else x[start // unit : stop // unit]
+
     return AdamWState(
-        weight=state.weight[part],
-        residual=None if state.residual is None else state.residual[part],
-        master=None if state.master is None else state.master[part],
-        exp_avg=state.exp_avg[part],
-        exp_avg_sq=state.exp_avg_sq[part],
-        ema=None if state.ema is None else state.ema[part],
+        weight=state.weight[start:stop],
+        residual=cut(state.residual),
+        master=cut(state.master),
+        exp_avg=state.exp_avg[start:stop],
+        exp_avg_sq=state.exp_avg_sq[start:stop],
+        exp_avg_scale=cut(state.exp_avg_scale, codes.BLOCK8),
+        exp_avg_sq_scale=cut(state.exp_avg_sq_scale, codes.BLOCK8),
+        ema=cut(state.ema),
     )
 
 
-def _update_chunk_(state: AdamWState, grad: Tensor, by: Coefficients) -> None:
+def _update_chunk_(state: AdamWState, grad: Tensor, by: Coefficients, first: int) -> None:
     master = state.weight if state.master is None else state.master
     if state.residual is not None:
         master = join_master(state.weight, state.residual)
-    _update_(master, state.exp_avg, state.exp_avg_sq, grad.float() * by.grad_scale, by)
+    exp_avg, exp_avg_sq = _moments(state)
+    _update_(master, exp_avg, exp_avg_sq, grad.float() * by.grad_scale, by)
+    _store_moments_(state, exp_avg, exp_avg_sq, first, by.step)
     if state.weight.dtype == torch.bfloat16:
         split_master_(master, state.weight, state.residual)
     if state.ema is not None:
         state.ema.lerp_(master, by.ema_weight)
+
+
+def _moments(state: AdamWState) -> tuple[Tensor, Tensor]:
+    if state.exp_avg_scale is None or state.exp_avg_sq_scale is None:
+        return state.exp_avg, state.exp_avg_sq
+    exp_avg = codes.decode(state.exp_avg, state.exp_avg_scale, codes.EXP_AVG)
+    return exp_avg, codes.decode(state.exp_avg_sq, state.exp_avg_sq_scale, codes.ROOT).square()
+
+
+def _store_moments_(
+    state: AdamWState, exp_avg: Tensor, exp_avg_sq: Tensor, first: int, step: int
+) -> None:
+    if state.exp_avg_scale is None or state.exp_avg_sq_scale is None:
+        return  # updated in place
+    noise, root_noise = codes.noise(first, len(exp_avg), step)
+    codes.encode_(exp_avg, state.exp_avg, state.exp_avg_scale, codes.EXP_AVG, noise)
+    root = exp_avg_sq.sqrt()
+    codes.encode_(root, state.exp_avg_sq, state.exp_avg_sq_scale, codes.ROOT, root_noise)
 
 
 def _update_(

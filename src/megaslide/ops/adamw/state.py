@@ -3,13 +3,15 @@
 Every backend gets the same scalars, computed here once in double, so that none can differ by how
 it rounds a product of hyper-parameters.
 
-Shapes: n elements of one contiguous region.
+Shapes: n elements of one contiguous region, b = ceil(n / BLOCK8) blocks of 8-bit moments.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megaslide.ops.adamw.codes import num_blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +36,13 @@ class AdamWState:
     master: Tensor | None = None
     """`[n]` float32. A bf16 weight comes with either a residual or a master."""
     exp_avg: Tensor
-    """`[n]` float32."""
+    """`[n]` float32, or uint8 codes (see `codes`) where the scales are given."""
     exp_avg_sq: Tensor
-    """`[n]` float32."""
+    """`[n]` float32, or uint8 codes of its square root."""
+    exp_avg_scale: Tensor | None = None
+    """`[b]` float32; given for both moments or for none."""
+    exp_avg_sq_scale: Tensor | None = None
+    """`[b]` float32."""
     ema: Tensor | None = None
     """`[n]` float32 moving average of the master, updated in the same pass."""
 
@@ -50,12 +56,20 @@ class AdamWState:
                 f"weight {self.weight.dtype} with residual={self.residual is not None}, "
                 f"master={self.master is not None}; float32 takes neither, bfloat16 exactly one"
             )
+        coded = self.exp_avg_scale is not None
+        if coded != (self.exp_avg_sq_scale is not None):
+            raise ValueError(
+                f"exp_avg_scale={coded}, exp_avg_sq_scale={not coded}; give both or neither"
+            )
         n, either = self.weight.numel(), (torch.float32, torch.bfloat16)
+        moment = torch.uint8 if coded else torch.float32
         _check("weight", self.weight, either, n)
         _check("residual", self.residual, (torch.int16,), n)
         _check("master", self.master, (torch.float32,), n)
-        _check("exp_avg", self.exp_avg, (torch.float32,), n)
-        _check("exp_avg_sq", self.exp_avg_sq, (torch.float32,), n)
+        _check("exp_avg", self.exp_avg, (moment,), n)
+        _check("exp_avg_sq", self.exp_avg_sq, (moment,), n)
+        _check("exp_avg_scale", self.exp_avg_scale, (torch.float32,), num_blocks(n))
+        _check("exp_avg_sq_scale", self.exp_avg_sq_scale, (torch.float32,), num_blocks(n))
         _check("ema", self.ema, (torch.float32,), n)
         _check("grad", grad, either, n)
 
