@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import threadpoolctl
 import torch
 
 from megaslide.tracing import Trace
@@ -106,6 +107,18 @@ def _stop(tasks: "queue.SimpleQueue[Task | None]", thread: threading.Thread) -> 
 def _drain(tasks: "queue.SimpleQueue[Task | None]") -> None:
     # A function, not a method: the thread must not keep its lane, and so the engine, alive.
     torch.set_grad_enabled(False)
+    _compute_alone()
     while (task := tasks.get()) is not None:
         task()
         del task  # holds the tensors of a copy, which must be gone when its event is long done
+
+
+def _compute_alone() -> None:
+    """Keep this thread's loops on this thread.
+
+    Every thread that starts a parallel loop gets OpenMP workers of its own. As soon as there are
+    more of them than cores, libgomp lets nobody wait actively any more, and every small operation
+    of the model pays for waking a sleeping worker: blocks took twice their time on 2 cores.
+    """
+    torch.get_num_threads()  # torch sets the thread's number at its first use: before, not after us
+    threadpoolctl.threadpool_limits(1, user_api="openmp")  # of the calling thread only
