@@ -138,7 +138,7 @@ def test_log_reports_every_promised_key(whole: TrainResult) -> None:
     }  # fmt: skip
     assert keys <= last.keys()
     assert all(last[key] is not None for key in keys)
-    assert last["offload/h2d_gb"] > last["offload/d2h_gb"] > 0
+    assert min(last["offload/h2d_gb"], last["offload/d2h_gb"]) > 0
     assert 0 < last["offload/overlap"] <= 1
 
 
