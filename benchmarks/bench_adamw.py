@@ -49,7 +49,7 @@ def new_state(master: Tensor, *, coded: bool) -> AdamWState:
 
 
 def check_bits(threads: int) -> None:
-    """The correctness gate: 10 steps, of which torch.optim.AdamW and the reference have the bits."""
+    """The correctness gate: 10 steps with the bits of torch.optim.AdamW and the reference."""
     master = torch.randn(200_003)
     plain = torch.nn.Parameter(master.clone())
     torch_s = {"lr": SETTINGS.lr, "weight_decay": SETTINGS.weight_decay, "eps": SETTINGS.eps}
@@ -127,7 +127,7 @@ def bnb8(grad: Tensor) -> Callable[[], None]:
     return with_casts(grad, lambda p: optimizer(p, lr=SETTINGS.lr))
 
 
-# ---- the run ---------------------------------------------------------------------------------------
+# ---- the run --------------------------------------------------------------------------------
 
 
 def contenders(n: int, threads: int) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:

@@ -8,28 +8,30 @@
 namespace megaslide {
 namespace {
 
-constexpr int kStepBits = 19;   // 16 codes per octave
+constexpr int kStepBits = 19;            // 16 codes per octave
+constexpr uint32_t kTopBits = 0x3ff80000u;  // of 1.9375, the largest number of a block
 
 struct Code {
-  uint32_t most;  // largest code of a magnitude
-  bool has_sign;  // in the bit above it
+  uint32_t most;  // largest code of a magnitude: 127 where a sign is in the bit above it, or 255
 
-  constexpr uint32_t offset_bits() const { return 0x3f800000u - (most << kStepBits); }
+  constexpr bool has_sign() const { return most == 127; }
+  // A multiple of (most + 1) << kStepBits, so that a code is the lower bits of what is cut.
+  constexpr uint32_t offset_bits() const { return kTopBits - (most << kStepBits); }
   constexpr float offset() const { return __builtin_bit_cast(float, offset_bits()); }
-  constexpr float span() const { return 1.0f - offset(); }
+  constexpr float span() const { return __builtin_bit_cast(float, kTopBits) - offset(); }
 };
 
-constexpr Code kExpAvgCode{127, true};
-constexpr Code kRootCode{255, false};
+constexpr Code kExpAvgCode{127};
+constexpr Code kRootCode{255};
+static_assert(kExpAvgCode.offset() == 0x1p-7f && kRootCode.offset() == 0x1p-15f);
 
 template <Code kCode>
 MEGASLIDE_INLINE Floats decoded(const uint8_t *from, float scale) {
   constexpr float kUnit = 1.0f / kCode.span();
   const Bits codes = widened(from);
-  const Bits magnitudes = kCode.has_sign ? codes & kCode.most : codes;
-  const Bits bits = (magnitudes << kStepBits) + kCode.offset_bits();
+  const Bits bits = ((codes << kStepBits) & (kCode.most << kStepBits)) | kCode.offset_bits();
   const Floats magnitude = ((Floats)bits - kCode.offset()) * (scale * kUnit);
-  if constexpr (!kCode.has_sign) return magnitude;
+  if constexpr (!kCode.has_sign()) return magnitude;
   return (Floats)((Bits)magnitude | ((codes << 24) & 0x80000000u));
 }
 
@@ -46,15 +48,16 @@ MEGASLIDE_INLINE Bits larger(Bits a, Bits b) { return a > b ? a : b; }
 // `noise` is random, in [0, 2^kStepBits). Codes of a block that is not finite are of no meaning.
 template <Code kCode>
 MEGASLIDE_INLINE void encode(uint8_t *to, Floats x, float inverse, Bits noise) {
-  const Floats magnitude = kCode.has_sign ? (Floats)magnitude_bits(x) : x;
-  const Floats shifted = magnitude * inverse + kCode.offset();
-  const Bits above = (Bits)shifted - kCode.offset_bits() + noise;
-  Bits codes = above >> kStepBits;
-  codes = codes < kCode.most ? codes : Bits{} + kCode.most;
-  if constexpr (kCode.has_sign) {
-    codes |= ((Bits)x >> 24) & 0x80u;
+  constexpr uint32_t kMost = kTopBits >> kStepBits;
+  const Floats magnitude = kCode.has_sign() ? (Floats)magnitude_bits(x) : x;
+  const Floats shifted = fused(magnitude, broadcast(inverse), broadcast(kCode.offset()));
+  const Bits cut = ((Bits)shifted + noise) >> kStepBits;
+  Bits codes = cut < kMost ? cut : Bits{} + kMost;  // rounding may have passed the largest number
+  if constexpr (kCode.has_sign()) {
+    codes = (codes & kCode.most) | (((Bits)x >> 24) & 0x80u);
   } else {
-    codes = larger(codes, x > 0.0f ? Bits{} + 1u : Bits{});
+    constexpr uint32_t kZero = kCode.offset_bits() >> kStepBits;
+    codes = larger(codes, x > 0.0f ? Bits{} + (kZero + 1) : Bits{});
   }
   store_narrow(to, codes);
 }
@@ -77,8 +80,7 @@ MEGASLIDE_INLINE Bits seeds_of(uint32_t element, uint32_t key) {
 
 // 32 random bits from each seed.
 MEGASLIDE_INLINE Bits noise_of(Bits seeds) {
-  const Bits x = (seeds ^ (seeds >> 16)) * 0xc2b2ae35u;
-  return x ^ (x >> 15);
+  return (seeds ^ (seeds >> 16)) * 0xc2b2ae35u;
 }
 
 // As bits, so that a NaN is the largest of all.
