@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 /* Raised by every change that an older caller would misread. */
-#define MEGASLIDE_ABI_VERSION 2
+#define MEGASLIDE_ABI_VERSION 3
 
 typedef enum megaslide_status {
   MEGASLIDE_OK = 0,
@@ -94,6 +94,37 @@ MEGASLIDE_API int32_t megaslide_attention_backward(const megaslide_attention_sha
                                                    const float *out, const float *lse,
                                                    const float *grad_out,
                                                    const megaslide_attention_gradients *gradients);
+
+/* ---- depthwise convolution ------------------------------------------------------------------
+ *
+ * 3x3x3 over a volume T x H x W, zero-padded, every channel by itself, channels last. The
+ * definition, in torch, is megaslide.ops.depthwise_conv's reference.py.
+ *
+ *   x, out and their gradients  [batch, T, H, W, channels], fp32, or bf16 as its bits
+ *   weight                      [27, channels], taps in the order (t, h, w)
+ *   bias                        [channels] or NULL
+ *
+ * The gradient of x is the convolution of out's gradient with the taps in reverse order.
+ */
+#define MEGASLIDE_DEPTHWISE_SUMS 28
+
+typedef struct megaslide_depthwise_shape {
+  int64_t batch;
+  int64_t size[3]; /* T, H, W */
+  int64_t channels;
+  int32_t x_is_bf16, out_is_bf16; /* gradients are of the same type */
+  int32_t threads; /* at most this many, the calling one included; results do not depend on it */
+} megaslide_depthwise_shape;
+
+/* Writes out; sums in fp32, rounded once. */
+MEGASLIDE_API int32_t megaslide_depthwise_conv(const megaslide_depthwise_shape *shape,
+                                               const void *x, const float *weight,
+                                               const float *bias, void *out);
+
+/* Writes sums [MEGASLIDE_DEPTHWISE_SUMS, channels]: the weight's gradient, then the bias's. */
+MEGASLIDE_API int32_t megaslide_depthwise_conv_sums(const megaslide_depthwise_shape *shape,
+                                                    const void *x, const void *grad_out,
+                                                    float *sums);
 
 /* ---- AdamW ----------------------------------------------------------------------------------
  *

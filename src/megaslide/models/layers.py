@@ -9,11 +9,12 @@ t-major · D hidden size · L text tokens · d channels of a head · p = (pt, ph
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from megaslide.ops.depthwise_conv import depthwise_conv3d
 
 Grid = tuple[int, int, int]
 Rope = tuple[Tensor, Tensor]
@@ -54,8 +55,7 @@ class DepthwiseConv3d(nn.Conv3d):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, H, W, D] to the same shape, dtype of the weight."""
-        out = _DepthwiseConv.apply(x, self.weight)
-        return out if self.bias is None else out + self.bias
+        return depthwise_conv3d(x, self.weight, self.bias)
 
 
 class ZeroDepthwiseConv3d(DepthwiseConv3d):
@@ -68,46 +68,6 @@ class ZeroDepthwiseConv3d(DepthwiseConv3d):
 def _fill_zeros(module: nn.Module) -> None:
     for parameter in module.parameters(recurse=False):
         nn.init.zeros_(parameter)
-
-
-class _DepthwiseConv(torch.autograd.Function):
-    """The input gradient of a depthwise convolution is the convolution with the mirrored kernel.
-
-    Written out because torch's CPU backward takes 14 to 20 times its forward for it. On the CPU
-    the weight gradient is summed in fp32, which is also several times faster there than bf16.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _depthwise(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        grad = grads[0].to(weight.dtype).contiguous()
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = _depthwise(grad, weight.flip(2, 3, 4)).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weight = _depthwise_weight_grad(x, grad, weight)
-        return grad_x, grad_weight
-
-
-def _depthwise(x: Tensor, weight: Tensor) -> Tensor:
-    out = F.conv3d(x.permute(0, 4, 1, 2, 3), weight, padding=1, groups=x.shape[-1])
-    return out.permute(0, 2, 3, 4, 1)
-
-
-def _depthwise_weight_grad(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    dtype = wide if x.device.type == "cpu" else weight.dtype
-    x, grad = (tensor.to(dtype).permute(0, 4, 1, 2, 3) for tensor in (x, grad))
-    ones, mask = [1, 1, 1], [False, True, False]
-    _, grad_weight, _ = torch.ops.aten.convolution_backward(
-        grad, x, weight.to(dtype), None, ones, ones, ones, False, [0, 0, 0], x.shape[1], mask
-    )
-    return grad_weight.to(weight.dtype)
 
 
 def patchify(x: Tensor, patch: Grid) -> Tensor:
@@ -204,7 +164,7 @@ class PositionEmbedding(nn.Module):
     def forward(self, grid: Grid) -> Tensor:
         """Grid (T, H, W) to [1, T·H·W, D], dtype of the weight."""
         t, h, w = (
-            proj(self._features(size, proj.weight))
+            proj(self._features(size, proj.get_parameter("weight")))
             for size, proj in zip(grid, self.proj, strict=True)
         )  # each [size, D]
         return (t[:, None, None] + h[:, None] + w).flatten(0, 2).unsqueeze(0)
