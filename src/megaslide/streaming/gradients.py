@@ -93,8 +93,8 @@ class GradientBuffers:
         layout = self._units[unit].layout
         outbound = self._outbound(layout, buffer)
         buffer.landed = self._transfer.d2h(
-            self._store.gradient(unit), outbound, [self._transfer.record()], layout.name,
-            land=lambda target, arrived: self._land(unit, target, arrived, present),
+            outbound, outbound, [self._transfer.record()], layout.name,
+            land=lambda _, arrived: self._land(unit, arrived, present),
         )  # fmt: skip
         self._pending.append(buffer.landed)
 
@@ -106,20 +106,19 @@ class GradientBuffers:
             segment.weight(region).copy_(segment.element(buffer.elements))
         return region
 
-    def _land(
-        self, unit: int, target: torch.Tensor, arrived: torch.Tensor, present: set[str]
-    ) -> None:
+    def _land(self, unit: int, arrived: torch.Tensor, present: set[str]) -> None:
         """Host side: store or add the region, then take the norms of what it holds."""
         layout, norms = self._units[unit].layout, self.landed[unit]
-        if not norms:
-            copy_bytes(target, arrived)
-        else:  # a block used twice, or a second backward before the step
-            for segment in layout.segments:
-                segment.weight(target).add_(segment.weight(arrived))
-        for parameter in layout.trainable:
-            if parameter.name in present or parameter.name in norms:
-                gradient = parameter.weight(target).float()
-                norms[parameter.name] = torch.linalg.vector_norm(gradient)
+        with self._store.landing(unit, keep=bool(norms)) as target:
+            if not norms:
+                copy_bytes(target, arrived)
+            else:  # a block used twice, or a second backward before the step
+                for segment in layout.segments:
+                    segment.weight(target).add_(segment.weight(arrived))
+            for parameter in layout.trainable:
+                if parameter.name in present or parameter.name in norms:
+                    gradient = parameter.weight(target).float()
+                    norms[parameter.name] = torch.linalg.vector_norm(gradient)
 
     def _allocate(self, layouts: Sequence[UnitLayout]) -> _Buffer:
         elements = max((u.num_elements for u in layouts), default=0)

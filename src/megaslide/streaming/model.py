@@ -18,10 +18,12 @@ from megaslide.streaming import checkpoint
 from megaslide.streaming.executor import Executor
 from megaslide.streaming.gradients import GradientBuffers
 from megaslide.streaming.lanes import Event
+from megaslide.streaming.filling import Initialiser, fill_store
 from megaslide.streaming.layout import Unit, find_blocks, plan_units
 from megaslide.streaming.optimizer import StreamedAdamW
+from megaslide.streaming.records import StateFormat
 from megaslide.streaming.slots import SlotCache
-from megaslide.streaming.store import Store
+from megaslide.streaming.store import Store, StoreSettings, Tier
 from megaslide.streaming.transfer import CpuTransfer, Transfer, TransferHooks
 from megaslide.tracing import Trace
 
@@ -54,6 +56,11 @@ def stream(
     dtype: torch.dtype | None = None,
     slots: int = 2,
     ema_decay: float | None = None,
+    tier: Tier = "ram",
+    state_format: StateFormat = "split",
+    gradient_tier: Tier = "ram",
+    disk_path: Path | str | None = None,
+    init_weights: Initialiser | None = None,
     trace: Trace | None = None,
     hooks: TransferHooks | None = None,
 ) -> "StreamedModel":
@@ -73,11 +80,17 @@ def stream(
             Masters are fp32 either way, initialised from the given values exactly.
         slots: device-side buffers of one block each, 2 or more.
         ema_decay: keep an exponential moving average of the masters.
+        tier, state_format, gradient_tier, disk_path: where the state lives and in which form; see
+            `StoreSettings`.
+        init_weights: how parameters on the meta device begin: called with every module that holds
+            some, once they have memory, block by block; `reset_parameters` is one that most
+            modules can do. None leaves them zero until `load`.
         trace: where spans and byte counters are recorded.
         hooks: fault injection for tests.
 
     Raises:
         ValueError: no blocks found, an unknown name, or an option out of range.
+        InputError: RAM or disk is too small for the state.
         RuntimeError: the device has no transfer backend.
     """
     if micro_batch_size is not None and micro_batch_size < 1:
@@ -86,11 +99,17 @@ def stream(
     settings = AdamWSettings(
         lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay
     )
-    resident, streamed = plan_units(model, find_blocks(model, blocks), dtype)
-    return StreamedModel(
-        model, [resident, *streamed], transfer, settings, max_grad_norm, micro_batch_size, slots,
-        ema_decay,
+    store_settings = StoreSettings(
+        tier=tier, state_format=state_format, gradient_tier=gradient_tier,
+        disk_path=None if disk_path is None else Path(disk_path), ema=ema_decay is not None,
     )  # fmt: skip
+    resident, streamed = plan_units(model, find_blocks(model, blocks), dtype)
+    units = [resident, *streamed]
+    store = Store([u.layout for u in units], store_settings, transfer.trace)
+    fill_store(store, units, init_weights)
+    return StreamedModel(
+        model, units, store, transfer, settings, max_grad_norm, micro_batch_size, slots, ema_decay
+    )
 
 
 class StreamedModel:
@@ -100,6 +119,7 @@ class StreamedModel:
         self,
         model: nn.Module,
         units: list[Unit],
+        store: Store,
         transfer: Transfer,
         settings: AdamWSettings,
         max_grad_norm: float | None,
@@ -112,10 +132,9 @@ class StreamedModel:
         self._units, self._transfer = units, transfer
         self._settings, self._max_grad_norm = settings, max_grad_norm
         self._parameter_order = [name for name, _ in model.named_parameters()]
-        self.store = Store([u.layout for u in units], ema=ema_decay is not None)
-        for arena in self.store.arenas.values():
-            transfer.memory.exclude(arena)
-        _fill_store(self.store, units)
+        self.store = store
+        for buffer in store.buffers:
+            transfer.memory.exclude(buffer)
         self._optimizer = StreamedAdamW(self.store, self.trace, ema_decay)
         blocks = list(range(1, len(units)))
         self._slots = SlotCache(transfer, self.store, blocks, slots, self._optimizer.updated)
@@ -124,7 +143,6 @@ class StreamedModel:
             units, self._slots, self._gradients, micro_batch_size, transfer.device.type
         )
         for unit in blocks:
-            _to_meta(units[unit])
             self._executor.wrap(unit)
         self._place_resident()
 
@@ -272,10 +290,11 @@ class StreamedModel:
         self._reload()
 
     def close(self) -> None:
-        """Stop the worker threads; the state stays readable."""
+        """Stop the worker threads and give the disk back; state in RAM stays readable."""
         self.finish()
         self._optimizer.close()
         self._transfer.close()
+        self.store.close()
 
     def _reload(self) -> None:
         self._slots.invalidate()
@@ -310,24 +329,3 @@ def _transfer(device: torch.device, trace: Trace, hooks: TransferHooks | None) -
     if device.type != "cpu":
         raise RuntimeError(f"device {str(device)!r} has no transfer backend yet; use device='cpu'")
     return CpuTransfer(trace, hooks)
-
-
-def _fill_store(store: Store, units: Sequence[Unit]) -> None:
-    for index, unit in enumerate(units):
-        held = {p.name: use.owner._parameters[use.key] for use, p in unit.uses}
-        for parameter in unit.layout.parameters:
-            value = held[parameter.name]
-            assert value is not None
-            if value.is_meta:
-                continue  # zeros until `load`
-            if parameter.trainable:
-                store.write_master(index, parameter, value)
-            else:
-                store.write_frozen(index, parameter, value.detach())
-
-
-def _to_meta(unit: Unit) -> None:
-    """Leave placeholders: shapes stay visible, and reading one outside its block is an error."""
-    for use, piece in unit.uses:
-        empty = torch.empty(piece.shape, dtype=piece.dtype, device="meta")
-        use.owner._parameters[use.key] = nn.Parameter(empty, requires_grad=piece.trainable)

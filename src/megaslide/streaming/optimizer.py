@@ -6,11 +6,17 @@ after its own update (its `updated` event), so there is no staleness and nothing
 """
 
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 
-from megaslide.ops.adamw import AdamWSettings, adamw_
+from torch import Tensor
+
+from megaslide.ops.adamw import AdamWSettings
+from megaslide.streaming.shim import AdamWState, adamw_
 from megaslide.streaming.lanes import Event, Lane
-from megaslide.streaming.layout import Segment, UnitLayout
+from megaslide.streaming.layout import UnitLayout
+from megaslide.streaming.records import BLOCK8, Piece
+from megaslide.streaming.staging import Memory
 from megaslide.streaming.store import Store
 from megaslide.tracing import Trace
 
@@ -35,68 +41,68 @@ class StreamedAdamW:
 
         `present` names, per unit, the parameters that received a gradient.
         """
-        for unit in order:
-            work = partial(self._update, unit, present[unit], settings, grad_scale)
+        order = [unit for unit in order if present[unit]]
+        for unit, following in zip(order, [*order[1:], None], strict=False):
+            work = partial(self._update, unit, following, present[unit], settings, grad_scale)
+            self._store.forget(unit)
             self._updated[unit] = self._lane.submit(work, self._store.units[unit].name)
 
     def finish(self) -> None:
         """Wait until every update launched so far is in the store."""
         for event in self._updated:
             event.wait()
+        self._store.finish()
 
     def close(self) -> None:
         self._lane.close()
 
-    def _update(self, unit: int, present: set[str], settings: AdamWSettings, scale: float) -> None:
-        layout = self._store.units[unit]
-        steps = self._store.steps[unit]
-        for name in present:
-            steps[name] += 1
-        for segment in layout.segments:
-            for start, stop, step in _runs(layout, segment, present, steps):
-                self._update_run(unit, segment, slice(start, stop), step, settings, scale)
-
-    def _update_run(
-        self, unit: int, segment: Segment, part: slice, step: int, settings: AdamWSettings,
+    def _update(
+        self, unit: int, following: int | None, present: set[str], settings: AdamWSettings,
         scale: float,
     ) -> None:  # fmt: skip
-        store = self._store
-        residual = store.residual(unit, segment)
-        ema = None
-        if self._ema_decay is not None:
-            ema = segment.element(store.moments(unit, "ema"))[part]
-        adamw_(
-            segment.weight(store.weights(unit))[part],
-            None if residual is None else residual[part],
-            segment.element(store.moments(unit, "exp_avg"))[part],
-            segment.element(store.moments(unit, "exp_avg_sq"))[part],
-            segment.weight(store.gradient(unit))[part],
-            settings,
-            step=step,
-            grad_scale=scale,
-            ema=ema,
-            ema_decay=self._ema_decay or 0.0,
-        )
+        layout, steps = self._store.units[unit], self._store.steps[unit]
+        for name in present:
+            steps[name] += 1
+        with closing(self._store.pieces(unit, following)) as pieces:
+            for piece, memory in pieces:
+                for start, stop, step in _runs(layout, piece, present, steps):
+                    state, grad = _entries(memory, start, stop)
+                    adamw_(
+                        state, grad, settings,
+                        step=step, grad_scale=scale, ema_decay=self._ema_decay or 0.0,
+                    )  # fmt: skip
+
+
+def _entries(memory: Memory, start: int, stop: int) -> tuple[AdamWState, Tensor]:
+    """State and gradient of elements [start, stop) of a piece, views.
+
+    `start` is a multiple of ALIGN, so that every scale serves elements of one run only.
+    """
+    part = {kind: entries[start:stop] for kind, entries in memory.items()}
+    for kind in ("exp_avg_scale", "exp_avg_sq_scale"):
+        if kind in memory:
+            part[kind] = memory[kind][start // BLOCK8 : -(-stop // BLOCK8)]
+    weight, gradient = part.pop("weights"), part.pop("gradients")
+    return AdamWState(weight=weight, **part), gradient
 
 
 def _runs(
-    layout: UnitLayout, segment: Segment, present: set[str], steps: dict[str, int]
+    layout: UnitLayout, piece: Piece, present: set[str], steps: dict[str, int]
 ) -> list[tuple[int, int, int]]:
-    """(start, stop, step) of maximal contiguous parts of the segment with one step count.
+    """(start, stop, step) of maximal contiguous parts of the piece with one step count.
 
     A parameter without a gradient is skipped, as torch.optim does: its moments do not decay and
-    its step does not advance. Usually the whole segment is one run.
+    its step does not advance. Usually the whole piece is one run.
     """
-    inside = [
-        p for p in layout.trainable
-        if segment.element_offset <= p.element_offset < segment.element_offset + segment.numel
-    ]  # fmt: skip
-    stops = [p.element_offset - segment.element_offset for p in inside[1:]] + [segment.numel]
+    segment = layout.segments[piece.segment]
+    first, last = segment.element_offset + piece.start, segment.element_offset + piece.stop
+    inside = [p for p in layout.trainable if segment.element_offset <= p.element_offset < last]
+    stops = [*(p.element_offset for p in inside[1:]), last]
     runs: list[tuple[int, int, int]] = []
     for parameter, stop in zip(inside, stops, strict=True):
-        start = parameter.element_offset - segment.element_offset
-        if parameter.name not in present:
+        if parameter.name not in present or stop <= first:
             continue
+        start, stop = max(parameter.element_offset, first) - first, stop - first
         step = steps[parameter.name]
         if runs and runs[-1][1:] == (start, step):
             runs[-1] = (runs[-1][0], stop, step)
