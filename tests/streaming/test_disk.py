@@ -14,9 +14,10 @@ import toys
 
 from megaslide.errors import InputError, is_disk_full
 from megaslide.streaming import TransferHooks, stream
-from megaslide.streaming.disk import DiskError, RecordFile, page_aligned
+from megaslide.streaming.disk import DiskError, RecordFile
 from megaslide.streaming.lanes import Event
 from megaslide.streaming.layout import PAGE
+from megaslide.streaming.memory import host_memory
 from megaslide.streaming.staging import WeightsAhead
 from megaslide.tracing import Trace
 
@@ -42,10 +43,10 @@ def test_file_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct
         monkeypatch.setattr("megaslide.streaming.disk._DIRECT", 0)
     file = RecordFile(tmp_path, 16 * PAGE)
     assert not direct or file.direct
-    wrote = page_aligned(3 * PAGE)
+    wrote = host_memory(3 * PAGE)
     wrote.copy_(torch.randint(0, 256, (3 * PAGE,), dtype=torch.uint8))
     file.write(wrote, 5 * PAGE)
-    read = page_aligned(5 * PAGE)
+    read = host_memory(5 * PAGE)
     file.read(read, 4 * PAGE)
     assert torch.equal(read[PAGE : 4 * PAGE], wrote)
     assert not read[:PAGE].any()

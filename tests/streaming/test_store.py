@@ -15,6 +15,7 @@ from megaslide.errors import InputError
 from megaslide.ops.adamw import AdamWSettings
 from megaslide.streaming import StreamedModel, TransferHooks, stream
 from megaslide.streaming.filling import reset_parameters
+from megaslide.streaming.gradients import Landed
 from megaslide.streaming.layout import ALIGN, PAGE, find_blocks, plan_units
 from megaslide.streaming.optimizer import StreamedAdamW
 from megaslide.streaming.records import FORMATS, Record
@@ -124,7 +125,7 @@ def test_updates_too_small_for_bf16_move_masters_as_fp32_does(
                 gradient = torch.randn(p.shape).to(BF16)
                 p.weight(region).copy_(gradient)
                 plain[p.name].grad = gradient.float()
-        optimizer.launch([1], [set(), set(plain)], adamw, 1.0)
+        optimizer.launch(1, Landed(dict.fromkeys(plain, torch.ones(()))), adamw, 1.0)
         optimizer.finish()
         oracle.step()
     with store.unit(1) as state:
@@ -216,7 +217,7 @@ def test_too_little_ram_is_refused_with_what_would_fit(monkeypatch: pytest.Monke
                      for f in ("split", "split8"))  # fmt: skip
     room = (split + split8) // 2
     monkeypatch.setattr("megaslide.streaming.store.available_ram", lambda: room)
-    monkeypatch.setattr("megaslide.streaming.store.page_aligned", None)  # nothing is allocated
+    monkeypatch.setattr("megaslide.streaming.store.host_memory", None)  # nothing is allocated
     with pytest.raises(InputError, match=r"RAM: .*format split needs .* too little") as refusal:
         Store(layouts)
     assert "set offload.state_format to split8" in str(refusal.value)

@@ -20,18 +20,13 @@ import torch
 
 from megaslide.errors import InputError
 from megaslide.streaming.layout import PAGE
+from megaslide.streaming.memory import host_memory
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DiskError(RuntimeError):
     """Reading or writing the training state failed; the state is lost, checkpoints are not."""
-
-
-def page_aligned(nbytes: int) -> torch.Tensor:
-    """Zeroed uint8 `[nbytes]` whose address is a multiple of PAGE, as direct I/O needs."""
-    memory = torch.zeros(nbytes + PAGE, dtype=torch.uint8)
-    return memory[-memory.data_ptr() % PAGE :][:nbytes]
 
 
 class RecordFile:
@@ -121,7 +116,7 @@ def _open(folder: Path) -> tuple[int, bool]:
 def _accepts(fd: int) -> bool:
     """Whether a page can be written; some systems refuse only at the first transfer."""
     try:
-        return os.pwritev(fd, [page_aligned(PAGE).numpy().data], 0) == PAGE
+        return os.pwritev(fd, [host_memory(PAGE).numpy().data], 0) == PAGE
     except OSError:
         return False
 

@@ -6,57 +6,23 @@ recomputes with grad, accumulates into a flat fp32 gradient buffer and hands tha
 The batch is split into micro-batches *inside* the block (layer-major accumulation), so weights
 cross the link twice per step and gradients once, however many micro-batches there are.
 
-Nothing here knows a model: arguments and results are pytrees, and a tensor is part of the batch
-when its first dimension has the batch's size.
+Nothing here knows a model; `calls` reads the arguments.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from megaslide.streaming.activations import Activations
+from megaslide.streaming.calls import BlockCall, CallReader, InputGradients
 from megaslide.streaming.gradients import GradientBuffers
 from megaslide.streaming.layout import Unit
 from megaslide.streaming.slots import SlotCache
 
 Tensor = torch.Tensor
-
-
-@dataclass(kw_only=True, slots=True)
-class BlockCall:
-    """One call of one block: everything its recomputation needs besides the tensors."""
-
-    unit: int
-    index: int
-    """Position of this call in the forward pass."""
-    leaves: list[Any]
-    """Flattened arguments; tensors are None here and travel through autograd."""
-    spec: TreeSpec
-    batch: int
-    micro_batch: int
-    num_inputs: int
-    rng: list[Tensor] = field(default_factory=list)
-    """CPU RNG state before each micro-batch, so that dropout recomputes alike."""
-    autocast: tuple[bool, torch.dtype] = (False, torch.float32)
-    out_spec: TreeSpec | None = None
-    out_leaves: list[Any] = field(default_factory=list)
-
-    def pieces(self) -> Iterator[slice]:
-        for start in range(0, self.batch, self.micro_batch):
-            yield slice(start, min(start + self.micro_batch, self.batch))
-
-    def is_split(self, tensor: Tensor) -> bool:
-        return self.micro_batch < self.batch and tensor.dim() > 0 and len(tensor) == self.batch
-
-    def piece_of(self, grad: Tensor | None, number: int, piece: slice) -> Tensor | None:
-        """The part of an output's gradient that micro-batch `number` receives."""
-        if grad is None or self.is_split(grad):
-            return None if grad is None else grad[piece]
-        return grad if number == 0 else None  # a shared output came from the first micro-batch
 
 
 class Executor:
@@ -67,21 +33,26 @@ class Executor:
         units: Sequence[Unit],
         slots: SlotCache,
         gradients: GradientBuffers,
+        activations: Activations,
         micro_batch_size: int | None,
+        shared_inputs: Sequence[str] = (),
         device_type: str = "cpu",
     ) -> None:
-        self._units = units
-        self._device_type = device_type
-        self._slots = slots
-        self._gradients = gradients
-        self._micro_batch_size = micro_batch_size
-        self.order = list(range(1, len(units)))
+        self._units, self._slots, self._gradients = units, slots, gradients
+        self._activations, self._device_type = activations, device_type
+        blocks = {unit: units[unit].module for unit in range(1, len(units))}
+        self._reader = CallReader(blocks, micro_batch_size, shared_inputs, device_type)
+        self._buffers = {unit: BlockBuffers(block) for unit, block in blocks.items()}
+        self.order = list(blocks)
         """Units in the order of the last forward pass; definition order before the first."""
         self._calls: list[int] = []
+        self._last_call: BlockCall | None = None
         # Blocks whose inputs need no gradient (after frozen embeddings) must still be recorded.
         self._anchor = torch.zeros((), requires_grad=True)
+        for unit in blocks:
+            self._wrap(unit)
 
-    def wrap(self, unit: int) -> None:
+    def _wrap(self, unit: int) -> None:
         """Replace the block's forward by its streamed form."""
         block = self._units[unit].module
         original = block.forward
@@ -94,64 +65,59 @@ class Executor:
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
         """Encloses the model's own forward; learns the order of its blocks."""
-        self._calls = []
+        self._calls, self._last_call = [], None
         yield
-        self.order = list(self._calls)
+        self.order, self._last_call = list(self._calls), None
 
     def _call(
         self, unit: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        flat, spec = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-        call = self._describe(unit, flat, spec, tensors)
+        externals = [_external(use) for use in self._units[unit].external]
+        call, tensors = self._reader.read(unit, len(self._calls), args, kwargs, len(externals))
         self._calls.append(unit)
-        inputs = [*tensors, *(_external(use) for use in self._units[unit].external)]
+        inputs = [*tensors, *externals]
         if torch.is_grad_enabled() and self._wants_grad(unit, inputs):
-            outputs = _StreamedBlock.apply(self, call, original, self._anchor, *inputs)
+            outputs = self._record(call, original, inputs)
         else:
             outputs = self.run_forward(call, original, inputs, training=False)
-        assert call.out_spec is not None
-        outputs = iter(outputs)
-        leaves = [next(outputs) if leaf is _TENSOR else leaf for leaf in call.out_leaves]
-        return tree_unflatten(leaves, call.out_spec)
-
-    def _describe(
-        self, unit: int, flat: list[Any], spec: TreeSpec, tensors: list[Tensor]
-    ) -> BlockCall:
-        batch = next((len(t) for t in tensors if t.dim() > 0), 1)
-        return BlockCall(
-            unit=unit,
-            index=len(self._calls),
-            leaves=[_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in flat],
-            spec=spec,
-            batch=batch,
-            micro_batch=min(self._micro_batch_size or batch, batch),
-            num_inputs=len(tensors),
-            autocast=(
-                torch.is_autocast_enabled(self._device_type),
-                torch.get_autocast_dtype(self._device_type),
-            ),
-        )
+        return call.result(outputs)
 
     def _wants_grad(self, unit: int, inputs: Sequence[Tensor]) -> bool:
         return bool(self._units[unit].layout.segments) or any(t.requires_grad for t in inputs)
+
+    def _record(
+        self, call: BlockCall, original: Callable[..., Any], inputs: Sequence[Tensor]
+    ) -> Any:
+        call.previous, self._last_call = self._last_call, call
+        self._activations.leave_before(call, inputs)
+        with self._activations.keeping(call):
+            outputs = _StreamedBlock.apply(self, call, original, self._anchor, *inputs)
+        self._gradients.expect(call.unit)
+        return outputs
 
     def run_forward(
         self, call: BlockCall, original: Callable[..., Any], inputs: Sequence[Tensor], *,
         training: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """The block's output tensors, computed without grad, micro-batch by micro-batch."""
-        after = self.order[call.index + 1 :]
+        after, name = self.order[call.index + 1 :], self._units[call.unit].layout.name
         upcoming = after + (self.order[::-1] if training else self.order)
         pieces: list[list[Tensor]] = []
-        with self._weights(call.unit, upcoming, "forward") as weights, torch.no_grad():
+        passed: list[bool] = []
+        with (
+            self._weights(call.unit, upcoming) as weights,
+            self._slots.trace.span("compute", f"forward {name}"),
+            torch.no_grad(),
+        ):
             for piece in call.pieces():
                 if training:
                     call.rng.append(torch.get_rng_state())
-                arguments = [t.detach()[piece] if call.is_split(t) else t.detach() for t in inputs]
-                outputs = self._run(call, original, weights, arguments)
+                arguments = [t.detach() for t in call.cut(inputs, piece)]
+                with self._buffers[call.unit].observed(call if training else None):
+                    outputs = self._run(call, original, weights, arguments)
+                passed = [_is_passed(o, arguments, call.split) for o in outputs]
                 pieces.append(outputs)
-        return tuple(_join(parts, call) for parts in zip(*pieces, strict=True))
+            return call.join(pieces, passed, name)
 
     def run_backward(
         self,
@@ -163,21 +129,30 @@ class Executor:
     ) -> list[Tensor | None]:
         """Gradients of `inputs`; those of the block's parameters go to its gradient buffer."""
         upcoming = self.order[: call.index][::-1]
-        input_grads = _InputGradients(call, inputs, needed)
+        input_grads = InputGradients(call, inputs, needed)
+        trace, name = self._slots.trace, self._units[call.unit].layout.name
         with (
-            self._weights(call.unit, upcoming, "backward") as weights,
+            self._weights(call.unit, upcoming) as weights,
             self._gradients.collecting(call.unit, weights),
             torch.random.fork_rng(devices=[]),
         ):
             for number, piece in enumerate(call.pieces()):
-                torch.set_rng_state(call.rng[number])
-                arguments = input_grads.leaves(piece)
-                with torch.enable_grad():
-                    outputs = self._run(call, original, weights, arguments)
-                grads = [call.piece_of(grad, number, piece) for grad in out_grads]
-                _backward(outputs, grads, [*arguments, *weights])
-                input_grads.collect(piece, arguments)
+                with trace.span("compute", f"recompute {name}"):
+                    torch.set_rng_state(call.rng[number])
+                    arguments = input_grads.leaves(piece)
+                    with torch.enable_grad(), self._buffers[call.unit].rewound(call, number):
+                        outputs = self._run(call, original, weights, arguments)
+                with trace.span("compute", f"backward {name}"):
+                    grads = call.output_grads(out_grads, number, piece)
+                    _backward(outputs, grads, [*arguments, *weights])
+                    input_grads.collect(piece, arguments)
         return input_grads.result
+
+    def saved_inputs(self, call: BlockCall, ctx: Any) -> Sequence[Tensor]:
+        """The call's inputs, back on the device; those that backward needs next are on their way"""
+        self._activations.return_for(call)
+        inputs: Sequence[Tensor] = ctx.saved_tensors
+        return inputs
 
     def _run(
         self,
@@ -186,28 +161,21 @@ class Executor:
         weights: Sequence[Tensor],
         inputs: Sequence[Tensor],
     ) -> list[Tensor]:
-        tensors = iter(inputs[: call.num_inputs])
-        flat = [next(tensors) if leaf is _TENSOR else leaf for leaf in call.leaves]
-        args, kwargs = tree_unflatten(flat, call.spec)
+        args, kwargs = call.arguments(inputs[: call.num_tensors])
         enabled, dtype = call.autocast
         with (
-            _placed(self._units[call.unit], weights, inputs[call.num_inputs :]),
+            _placed(self._units[call.unit], weights, inputs[call.num_tensors :]),
             torch.autocast(self._device_type, dtype=dtype, enabled=enabled),
         ):
-            result = original(*args, **kwargs)
-        leaves, call.out_spec = tree_flatten(result)
-        call.out_leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            return call.take_outputs(original(*args, **kwargs))
 
     @contextmanager
-    def _weights(self, unit: int, upcoming: list[int], phase: str) -> Iterator[list[Tensor]]:
+    def _weights(self, unit: int, upcoming: list[int]) -> Iterator[list[Tensor]]:
         """The unit's parameters as fresh leaves on its slot, in the layout's order."""
         region = self._slots.acquire(unit, upcoming)
         layout = self._units[unit].layout
-        leaves = [p.weight(region).requires_grad_(p.trainable) for p in layout.parameters]
         try:
-            with self._slots.trace.span("compute", f"{phase} {layout.name}"):
-                yield leaves
+            yield [p.weight(region).requires_grad_(p.trainable) for p in layout.parameters]
         finally:
             self._slots.release(unit)
 
@@ -234,47 +202,61 @@ class _StreamedBlock(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *out_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[4:]
-        grads = ctx.executor.run_backward(
-            ctx.call, ctx.original, ctx.saved_tensors, out_grads, needed
-        )
+        inputs = ctx.executor.saved_inputs(ctx.call, ctx)
+        grads = ctx.executor.run_backward(ctx.call, ctx.original, inputs, out_grads, needed)
         return None, None, None, None, *grads
 
 
-class _InputGradients:
-    """Gradients of a call's inputs: written per slice for batch tensors, summed for shared ones."""
+class BlockBuffers:
+    """A block's buffers: what its forward changes must change once, not again on recompute."""
 
-    def __init__(self, call: BlockCall, inputs: Sequence[Tensor], needed: Sequence[bool]) -> None:
-        self._call, self._inputs, self._needed = call, inputs, needed
-        self.result: list[Tensor | None] = [None] * len(inputs)
+    def __init__(self, block: nn.Module) -> None:
+        self._places = [
+            (module._buffers, key)
+            for module in block.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._change = True  # until a forward has shown that they do not
 
-    def leaves(self, piece: slice) -> list[Tensor]:
-        """The micro-batch's inputs, detached, requiring grad where the originals need it."""
-        cut = [t[piece] if self._call.is_split(t) else t for t in self._inputs]
-        return [t.detach().requires_grad_(need) for t, need in zip(cut, self._needed, strict=True)]
+    @contextmanager
+    def observed(self, call: BlockCall | None) -> Iterator[None]:
+        """Around a forward: remembers the buffers before it in `call`, if forward changes them."""
+        if call is None or not self._places:
+            yield
+            return
+        before = self._current()
+        copies = [b.clone() for b in before] if self._change else before
+        versions = [b._version for b in before]
+        yield
+        after = self._current()
+        self._change = any(
+            now is not old or now._version != version
+            for now, old, version in zip(after, before, versions, strict=True)
+        )
+        call.buffers.append(copies if self._change else [])
 
-    def collect(self, piece: slice, leaves: Sequence[Tensor]) -> None:
-        for i, leaf in enumerate(leaves):
-            if leaf.grad is None:
-                continue
-            if self._call.is_split(self._inputs[i]):
-                self._full(i)[piece] = leaf.grad
-            else:
-                summed = self.result[i]
-                self.result[i] = leaf.grad if summed is None else summed + leaf.grad
+    @contextmanager
+    def rewound(self, call: BlockCall, number: int) -> Iterator[None]:
+        """Around a recompute: the buffers as they were, and afterwards as they are now."""
+        saved = call.buffers[number] if call.buffers else []
+        if not saved:
+            yield
+            return
+        current = self._current()
+        self._place([b.clone() for b in saved])
+        try:
+            yield
+        finally:
+            self._place(current)
 
-    def _full(self, i: int) -> Tensor:
-        if self.result[i] is None:
-            self.result[i] = torch.zeros_like(self._inputs[i])
-        full = self.result[i]
-        assert full is not None
-        return full
+    def _current(self) -> list[Tensor]:
+        held = [buffers[key] for buffers, key in self._places]
+        return [b for b in held if b is not None]
 
-
-class _TensorMarker:
-    """Stands for a tensor in flattened arguments."""
-
-
-_TENSOR = _TensorMarker()
+    def _place(self, values: Sequence[Tensor]) -> None:
+        for (buffers, key), value in zip(self._places, values, strict=True):
+            buffers[key] = value
 
 
 def _external(use: Any) -> nn.Parameter:
@@ -298,14 +280,10 @@ def _placed(unit: Unit, weights: Sequence[Tensor], external: Sequence[Tensor]) -
             use.owner._parameters[use.key] = parameter
 
 
-def _join(parts: tuple[Tensor, ...], call: BlockCall) -> Tensor:
-    """One output from its micro-batches; an output without the batch dimension is shared."""
-    if len(parts) == 1:
-        return parts[0]
-    sizes = [min(call.micro_batch, call.batch - i * call.micro_batch) for i in range(len(parts))]
-    if all(p.dim() > 0 and len(p) == n for p, n in zip(parts, sizes, strict=True)):
-        return torch.cat(parts)
-    return parts[0]
+def _is_passed(output: Tensor, inputs: Sequence[Tensor], split: Sequence[bool]) -> bool:
+    """Whether the block handed a shared input (or a view of one) on as its output."""
+    bases = [id(t) for t, cut in zip(inputs, split, strict=True) if not cut]
+    return id(output) in bases or id(output._base) in bases
 
 
 def _backward(

@@ -4,9 +4,12 @@ While a block runs backward its parameter gradients are added in fp32, micro-bat
 micro-batch, into one flat device buffer, each parameter's the moment autograd has it, so that no
 second copy of the block's gradients ever exists. The buffer then leaves in the weights' dtypes and
 lands in the store, where its per-parameter norms are taken at once for exact clipping.
+
+A second gradient of a unit before the step (several backwards, a block used twice) is added in
+fp32 on the host: bf16 sums of many backwards would stall.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,6 +17,7 @@ import torch
 
 from megaslide.streaming.lanes import Event, copy_bytes
 from megaslide.streaming.layout import ParameterSlice, Unit, UnitLayout
+from megaslide.streaming.memory import gradient_buffer_sizes
 from megaslide.streaming.store import Store
 from megaslide.streaming.transfer import Transfer
 
@@ -27,6 +31,20 @@ class _Buffer:
     landed: Event = field(default_factory=Event.completed)
 
 
+@dataclass(slots=True)
+class Landed:
+    """What arrived of one unit since the last step; complete once its copies are."""
+
+    norms: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Norm (0-dim fp32) of each parameter's gradient, by name."""
+    total: torch.Tensor | None = None
+    """fp32 `[num_elements]` sum, where several bf16 gradients came; else the store has it."""
+
+    def gradient(self, first: int, stored: torch.Tensor) -> torch.Tensor:
+        """The gradient of elements that begin with the unit's `first`, given what the store has."""
+        return stored if self.total is None else self.total[first:][: stored.numel()]
+
+
 class GradientBuffers:
     """Two buffers shared by all blocks, one accumulating while the other leaves."""
 
@@ -36,31 +54,40 @@ class GradientBuffers:
         self._ring = [self._allocate(blocks) for _ in range(2)] if blocks else []
         self._resident = self._allocate([units[0].layout])
         self._pending: list[Event] = []
-        self.landed: list[dict[str, torch.Tensor]] = [{} for _ in units]
-        """Per unit: norm (0-dim) of each parameter's gradient that arrived this step."""
-        self._collected: list[set[str]] = [set() for _ in units]
+        self.landed = [Landed() for _ in units]
+        """Per unit what arrived since the last step."""
+        self.on_complete: Callable[[int, Event], None] | None = None
+        """Told when a unit's last expected gradient is on its way, with the event of its landing."""
+        self._expected = [0 for _ in units]
+        self._resident_present: set[str] = set()
+
+    def expect(self, unit: int) -> None:
+        """One more backward of the block will come, if its outputs are used at all."""
+        self._expected[unit] += 1
 
     @contextmanager
     def collecting(self, unit: int, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         """Accumulate the gradients that `leaves` receive within, then send them to the store."""
         buffer = self._ring[0]
         self._ring.reverse()
-        self._transfer.wait(buffer.landed)
+        self._transfer.wait(buffer.landed, "gradient buffer landed")
         parameters = self._units[unit].layout.parameters
         present = self._watch(buffer, list(zip(parameters, leaves, strict=True)))
         yield
+        self._expected[unit] -= 1
         self._send(unit, buffer, present)
 
     def watch_resident(self, leaves: Sequence[torch.Tensor]) -> None:
         """Accumulate the resident unit's gradients from now on; `send_resident` ships them."""
         parameters = self._units[0].layout.parameters
-        self._collected[0] = self._watch(self._resident, list(zip(parameters, leaves, strict=True)))
+        pairs = list(zip(parameters, leaves, strict=True))
+        self._resident_present = self._watch(self._resident, pairs)
 
     def send_resident(self) -> None:
-        present = self._collected[0]
+        present = self._resident_present
         if present:
             self._send(0, self._resident, set(present))
-            self._resident.landed.wait()
+            self._transfer.wait(self._resident.landed, "resident gradient landed")
             self._resident.elements.zero_()
             present.clear()
 
@@ -68,15 +95,15 @@ class GradientBuffers:
         """Wait until every gradient sent so far is in the store."""
         pending, self._pending = self._pending, []
         for event in pending:
-            self._transfer.wait(event)
+            self._transfer.join(event, "gradients landed")
 
     def clear(self) -> None:
-        """Forget this step's gradients."""
+        """Forget this step's gradients; an update that was launched keeps what it was given."""
         self.finish()
-        self._collected[0].clear()
+        self._resident_present.clear()
         self._resident.elements.zero_()
-        for norms in self.landed:
-            norms.clear()
+        self.landed[:] = [Landed() for _ in self._units]
+        self._expected[:] = [0 for _ in self._units]
 
     def _watch(self, buffer: _Buffer, pairs: list[tuple[ParameterSlice, torch.Tensor]]) -> set[str]:
         buffer.elements.zero_()
@@ -90,13 +117,20 @@ class GradientBuffers:
     def _send(self, unit: int, buffer: _Buffer, present: set[str]) -> None:
         if not present:
             return
-        layout = self._units[unit].layout
+        layout, landed = self._units[unit].layout, self.landed[unit]
         outbound = self._outbound(layout, buffer)
         buffer.landed = self._transfer.d2h(
-            outbound, outbound, [self._transfer.record()], layout.name,
-            land=lambda _, arrived: self._land(unit, arrived, present),
+            self._store.landing_memory(unit), outbound,
+            {"gradient computed": self._transfer.record()}, layout.name,
+            land=lambda _, arrived: self._land(unit, landed, arrived, present),
         )  # fmt: skip
         self._pending.append(buffer.landed)
+        if self.on_complete is not None and self._expected[unit] == 0:
+            self.on_complete(unit, buffer.landed)
+
+    def _land(self, unit: int, landed: Landed, arrived: torch.Tensor, present: set[str]) -> None:
+        with self._store.landing(unit, keep=bool(landed.norms)) as target:
+            _land(self._units[unit].layout, landed, target, arrived, present)
 
     def _outbound(self, layout: UnitLayout, buffer: _Buffer) -> torch.Tensor:
         if not buffer.outbound.numel():
@@ -106,26 +140,10 @@ class GradientBuffers:
             segment.weight(region).copy_(segment.element(buffer.elements))
         return region
 
-    def _land(self, unit: int, arrived: torch.Tensor, present: set[str]) -> None:
-        """Host side: store or add the region, then take the norms of what it holds."""
-        layout, norms = self._units[unit].layout, self.landed[unit]
-        with self._store.landing(unit, keep=bool(norms)) as target:
-            if not norms:
-                copy_bytes(target, arrived)
-            else:  # a block used twice, or a second backward before the step
-                for segment in layout.segments:
-                    segment.weight(target).add_(segment.weight(arrived))
-            for parameter in layout.trainable:
-                if parameter.name in present or parameter.name in norms:
-                    gradient = parameter.weight(target).float()
-                    norms[parameter.name] = torch.linalg.vector_norm(gradient)
-
     def _allocate(self, layouts: Sequence[UnitLayout]) -> _Buffer:
-        elements = max((u.num_elements for u in layouts), default=0)
-        mixed = any(s.dtype != torch.float32 for u in layouts for s in u.segments)
-        outbound = max((u.gradient_nbytes for u in layouts), default=0) if mixed else 0
+        elements, outbound = gradient_buffer_sizes(layouts)
         return _Buffer(
-            self._transfer.allocate(4 * elements, "gradients").view(torch.float32),
+            self._transfer.allocate(elements, "gradients").view(torch.float32),
             self._transfer.allocate(outbound, "gradients"),
         )
 
@@ -141,3 +159,35 @@ class _Accumulate:
         self._target.add_(leaf.grad)
         self._present.add(self._name)
         leaf.grad = None
+
+
+def _land(
+    layout: UnitLayout, landed: Landed, target: torch.Tensor, arrived: torch.Tensor,
+    present: set[str],
+) -> None:  # fmt: skip
+    """Host side: store or add the region, then take the norms of what there is now."""
+    if not landed.norms:
+        copy_bytes(target, arrived)
+    elif all(s.dtype == torch.float32 for s in layout.segments):
+        for segment in layout.segments:
+            segment.weight(target).add_(segment.weight(arrived))
+    else:
+        landed.total = _added(layout, landed.total, target, arrived)
+    for parameter in layout.trainable:
+        if parameter.name in present or parameter.name in landed.norms:
+            whole = landed.total
+            held = parameter.weight(target) if whole is None else parameter.element(whole)
+            landed.norms[parameter.name] = torch.linalg.vector_norm(held.float())
+
+
+def _added(
+    layout: UnitLayout, total: torch.Tensor | None, first: torch.Tensor, arrived: torch.Tensor
+) -> torch.Tensor:
+    """fp32 `[num_elements]`: `total`, which begins as the gradient that came first, and more."""
+    if total is None:
+        total = torch.zeros(layout.num_elements)
+        for segment in layout.segments:
+            segment.element(total).copy_(segment.weight(first))
+    for segment in layout.segments:
+        segment.element(total).add_(segment.weight(arrived))
+    return total

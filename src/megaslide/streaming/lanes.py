@@ -2,19 +2,24 @@
 
 Copies in each direction and the optimizer are lanes. Errors do not vanish in the thread: they come
 out of the event at whoever waits for the work.
+
+Every wait says why it is there. The reasons are the list of what the engine's order rests on: a
+test takes them away one by one, and each must be missed.
 """
 
 import ctypes
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 
 from megaslide.tracing import Trace
 
 Task = Callable[[], object]
+NOTHING: "Mapping[str, Event]" = MappingProxyType({})
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -48,8 +53,8 @@ class Event:
     def done(self) -> bool:
         return self._flag.is_set()
 
-    def wait(self) -> None:
-        """Block until the work is done; RuntimeError if it failed."""
+    def wait(self, why: str) -> None:
+        """Block until the work is done, because of `why`; RuntimeError if it failed."""
         self._flag.wait()
         if self._error is not None:
             raise RuntimeError(f"asynchronous work failed: {self._error}") from self._error
@@ -68,15 +73,15 @@ class Lane:
         self._stop = weakref.finalize(self, _stop, self._tasks, thread)
 
     def submit(
-        self, work: Task, name: str, *, after: Sequence[Event] = (), nbytes: int = 0
+        self, work: Task, name: str, *, after: Mapping[str, Event] = NOTHING, nbytes: int = 0
     ) -> Event:
-        """Queue `work`, to run once the events in `after` are done."""
+        """Queue `work`, to run once the events in `after`, by reason, are done."""
         done, trace, lane = Event(), self._trace, self.name
 
         def run() -> None:
             try:
-                for event in after:
-                    event.wait()
+                for why, event in after.items():
+                    event.wait(why)
                 with trace.span(lane, name, nbytes):
                     work()
             except BaseException as error:
@@ -103,3 +108,4 @@ def _drain(tasks: "queue.SimpleQueue[Task | None]") -> None:
     torch.set_grad_enabled(False)
     while (task := tasks.get()) is not None:
         task()
+        del task  # holds the tensors of a copy, which must be gone when its event is long done

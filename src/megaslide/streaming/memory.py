@@ -7,15 +7,76 @@ what a device would hold: arenas, inputs, boundary activations and temporaries b
 Scratch inside one operation (a few rows per thread) is not seen.
 """
 
+import mmap
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from megaslide.errors import InputError
+from megaslide.streaming.layout import UnitLayout
+
+
+def host_memory(nbytes: int) -> torch.Tensor:
+    """uint8 `[nbytes]` outside of torch's heap, so that it goes back to the system when freed."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+
+def planned_device_bytes(units: Sequence[UnitLayout], slots: int) -> dict[str, int]:
+    """Bytes of the device's arenas by kind: what a step needs besides activations.
+
+    `units` are the resident unit and the blocks, as the store has them.
+    """
+    resident, blocks = units[0], units[1:]
+    weights = max(u.weight_nbytes for u in blocks)
+    return {
+        "slots": min(slots, len(blocks)) * weights,
+        "gradients": gradient_buffer_bytes([resident]) + 2 * gradient_buffer_bytes(blocks),
+        "resident": resident.weight_nbytes,
+    }
+
+
+def gradient_buffer_bytes(units: Sequence[UnitLayout]) -> int:
+    """Bytes of a buffer for the gradient of any of the units: fp32, and as it leaves if not so."""
+    return sum(gradient_buffer_sizes(units))
+
+
+def gradient_buffer_sizes(units: Sequence[UnitLayout]) -> tuple[int, int]:
+    """Bytes of the fp32 accumulator, and of the outbound copy in the weights' dtypes if needed."""
+    elements = max((u.num_elements for u in units), default=0)
+    mixed = any(s.dtype != torch.float32 for u in units for s in u.segments)
+    return 4 * elements, max((u.gradient_nbytes for u in units), default=0) if mixed else 0
+
+
+def require_budget(units: Sequence[UnitLayout], slots: int, budget: int) -> None:
+    """Refuse, before anything is allocated, a device on which one block does not fit.
+
+    Raises:
+        InputError: names the largest block, what it takes, and the budget.
+    """
+    planned = planned_device_bytes(units, slots)
+    total = sum(planned.values())
+    if total <= budget:
+        return
+    largest = max(units[1:], key=lambda u: u.weight_nbytes)
+    parts = ", ".join(f"{kind} {n}" for kind, n in planned.items())
+    least = sum(planned_device_bytes(units, 2).values())
+    advice = f"give {total} bytes or more"
+    if least <= budget:
+        advice += f", or fewer slots ({least} bytes with 2)"
+    raise InputError(
+        f"the device budget of {budget} bytes is too small: block {largest.name!r} takes "
+        f"{largest.weight_nbytes} bytes of weights per slot and "
+        f"{gradient_buffer_bytes([largest])} per gradient buffer; in all {total} bytes ({parts})",
+        advice,
+    )
 
 
 class DeviceMemory:

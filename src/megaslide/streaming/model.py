@@ -4,7 +4,7 @@ An ordinary PyTorch loop survives: call the model, `loss.backward()`, `step()`. 
 forward runs unmodified; only its blocks' weights come and go.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,18 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from megaslide.ops.adamw import AdamWSettings
 from megaslide.streaming import checkpoint
+from megaslide.streaming.activations import Activations
 from megaslide.streaming.executor import Executor
+from megaslide.streaming.filling import fill_store
 from megaslide.streaming.gradients import GradientBuffers
 from megaslide.streaming.lanes import Event
-from megaslide.streaming.filling import Initialiser, fill_store
 from megaslide.streaming.layout import Unit, find_blocks, plan_units
+from megaslide.streaming.memory import require_budget
 from megaslide.streaming.optimizer import StreamedAdamW
-from megaslide.streaming.records import StateFormat
+from megaslide.streaming.options import StreamOptions
 from megaslide.streaming.slots import SlotCache
-from megaslide.streaming.store import Store, StoreSettings, Tier
-from megaslide.streaming.transfer import CpuTransfer, Transfer, TransferHooks
+from megaslide.streaming.store import Store
+from megaslide.streaming.transfer import CpuTransfer, Transfer
 from megaslide.tracing import Trace
 
 
@@ -42,74 +43,31 @@ class StepResult:
     """Factor every gradient was scaled by; 1 when the norm was within max_grad_norm."""
 
 
-def stream(
-    model: nn.Module,
-    *,
-    device: str | torch.device = "cpu",
-    blocks: Sequence[str] | None = None,
-    lr: float = 1e-4,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-    max_grad_norm: float | None = 1.0,
-    micro_batch_size: int | None = None,
-    dtype: torch.dtype | None = None,
-    slots: int = 2,
-    ema_decay: float | None = None,
-    tier: Tier = "ram",
-    state_format: StateFormat = "split",
-    gradient_tier: Tier = "ram",
-    disk_path: Path | str | None = None,
-    init_weights: Initialiser | None = None,
-    trace: Trace | None = None,
-    hooks: TransferHooks | None = None,
-) -> "StreamedModel":
-    """Move a model's state into host memory and stream its blocks through `device`.
+def stream(model: nn.Module, **options: Any) -> "StreamedModel":
+    """Move a model's state into host memory and stream its blocks through a device.
 
     The model's parameters leave the module (its blocks hold placeholders on the meta device), so
     keep using the returned object.
 
     Args:
         model: any module with repeated blocks; frozen parameters (`requires_grad=False`) stay so.
-        device: where blocks compute.
-        blocks: names of module lists (or single modules) to stream; None finds them.
-        lr, betas, eps, weight_decay: AdamW, as in torch.optim.
-        max_grad_norm: exact global-norm clipping, as clip_grad_norm_; None turns it off.
-        micro_batch_size: samples per pass through a block; None takes the whole batch.
-        dtype: compute dtype of trainable parameters, float32 or bfloat16; None keeps their own.
-            Masters are fp32 either way, initialised from the given values exactly.
-        slots: device-side buffers of one block each, 2 or more.
-        ema_decay: keep an exponential moving average of the masters.
-        tier, state_format, gradient_tier, disk_path: where the state lives and in which form; see
-            `StoreSettings`.
-        init_weights: how parameters on the meta device begin: called with every module that holds
-            some, once they have memory, block by block; `reset_parameters` is one that most
-            modules can do. None leaves them zero until `load`.
-        trace: where spans and byte counters are recorded.
-        hooks: fault injection for tests.
+        options: the fields of `StreamOptions`, such as device, lr, max_grad_norm,
+            micro_batch_size, dtype, slots, activations.
 
     Raises:
         ValueError: no blocks found, an unknown name, or an option out of range.
-        InputError: RAM or disk is too small for the state.
+        InputError: the device budget is too small for one block, or RAM or disk for the state.
         RuntimeError: the device has no transfer backend.
     """
-    if micro_batch_size is not None and micro_batch_size < 1:
-        raise ValueError(f"micro_batch_size={micro_batch_size} is below 1")
-    transfer = _transfer(torch.device(device), trace or Trace(), hooks)
-    settings = AdamWSettings(
-        lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay
-    )
-    store_settings = StoreSettings(
-        tier=tier, state_format=state_format, gradient_tier=gradient_tier,
-        disk_path=None if disk_path is None else Path(disk_path), ema=ema_decay is not None,
-    )  # fmt: skip
-    resident, streamed = plan_units(model, find_blocks(model, blocks), dtype)
+    chosen = StreamOptions(**options)
+    transfer = _transfer(chosen)
+    resident, streamed = plan_units(model, find_blocks(model, chosen.blocks), chosen.dtype)
     units = [resident, *streamed]
-    store = Store([u.layout for u in units], store_settings, transfer.trace)
-    fill_store(store, units, init_weights)
-    return StreamedModel(
-        model, units, store, transfer, settings, max_grad_norm, micro_batch_size, slots, ema_decay
-    )
+    if chosen.device_budget is not None:
+        require_budget([u.layout for u in units], chosen.slots, chosen.device_budget)
+    store = Store([u.layout for u in units], chosen.store, transfer.trace)
+    fill_store(store, units, chosen.init_weights)
+    return StreamedModel(model, units, store, transfer, chosen)
 
 
 class StreamedModel:
@@ -121,38 +79,63 @@ class StreamedModel:
         units: list[Unit],
         store: Store,
         transfer: Transfer,
-        settings: AdamWSettings,
-        max_grad_norm: float | None,
-        micro_batch_size: int | None,
-        slots: int,
-        ema_decay: float | None,
+        options: StreamOptions,
     ) -> None:
         self.module = model
         self.trace = transfer.trace
         self._units, self._transfer = units, transfer
-        self._settings, self._max_grad_norm = settings, max_grad_norm
+        self._settings, self._max_grad_norm = options.adamw, options.max_grad_norm
         self._parameter_order = [name for name, _ in model.named_parameters()]
+        self._early: set[int] = set()
+        """Units whose update of this step was launched before `step`."""
+        self._torn = False
         self.store = store
         for buffer in store.buffers:
             transfer.memory.exclude(buffer)
-        self._optimizer = StreamedAdamW(self.store, self.trace, ema_decay)
+        self._optimizer = StreamedAdamW(self.store, self.trace, options.ema_decay)
         blocks = list(range(1, len(units)))
-        self._slots = SlotCache(transfer, self.store, blocks, slots, self._optimizer.updated)
+        updated = self._optimizer.updated
+        self._slots = SlotCache(transfer, self.store, blocks, options.slots, updated)
         self._gradients = GradientBuffers(transfer, self.store, units)
+        where = "device" if options.activations == "auto" else options.activations
+        folder = None if options.activation_dir is None else Path(options.activation_dir)
         self._executor = Executor(
-            units, self._slots, self._gradients, micro_batch_size, transfer.device.type
-        )
-        for unit in blocks:
-            self._executor.wrap(unit)
+            units, self._slots, self._gradients, Activations(transfer, where, folder),
+            options.micro_batch_size, options.shared_inputs, transfer.device.type,
+        )  # fmt: skip
         self._place_resident()
 
     # The training loop ------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward; differentiable when grad is enabled."""
-        self._transfer.wait(self._resident_ready)
+        self._require_whole()
+        if self._early:
+            raise RuntimeError("updates have begun in final_backward(): call step() first")
+        self._transfer.wait(self._resident_ready, "resident loaded")
         with self._executor.forward_pass():
             return self.module(*args, **kwargs)
+
+    @contextmanager
+    def final_backward(self) -> Iterator[None]:
+        """Declares that the backward within is the last one before `step`.
+
+        Without clipping, every block's update then starts as its gradient lands instead of in
+        `step`; the result is the same. With clipping nothing changes, because the first update
+        needs the norm of all gradients.
+
+        A gradient that is not finite stops the update of its own block only; `step` then raises,
+        and the state, some of it a step ahead of the rest, can be used again only after `load`.
+        """
+        if self._max_grad_norm is not None:
+            yield
+            return
+        self._gradients.on_complete = self._update_early
+        try:
+            yield
+            self._gradients.send_resident()
+        finally:
+            self._gradients.on_complete = None
 
     def step(self) -> StepResult:
         """Clip by the exact global norm and start AdamW; returns before the update has finished.
@@ -160,32 +143,61 @@ class StreamedModel:
         Whatever reads weights afterwards (the next call, saving, EMA) waits for the update.
 
         Raises:
-            NonFiniteGradientError: the norm is not finite. Nothing has changed; `zero_grad` clears.
+            NonFiniteGradientError: the norm is not finite. Nothing has changed (but see
+                `final_backward`); `zero_grad` clears.
         """
+        self._require_whole()
         self._gradients.send_resident()
         self._gradients.finish()
         norm, coef = self._clip()
-        present = [set(norms) for norms in self._gradients.landed]
-        order = list(dict.fromkeys([0, *self._executor.order, *range(len(self._units))]))
+        order = dict.fromkeys([0, *self._executor.order, *range(len(self._units))])
         self._slots.invalidate()
-        self._optimizer.launch(order, present, self._settings, coef)
+        landed = self._gradients.landed
+        left = [unit for unit in order if unit not in self._early and landed[unit].norms]
+        for unit, following in zip(left, [*left[1:], None], strict=False):
+            self._optimizer.launch(unit, landed[unit], self._settings, coef, following=following)
+        self._early.clear()
         self._gradients.clear()
         self._refresh_resident()
         self._slots.prefetch(self._executor.order)
         return StepResult(grad_norm=norm, clip_coef=coef)
 
     def zero_grad(self) -> None:
-        """Forget the gradients of this step."""
+        """Forget the gradients of this step.
+
+        Raises:
+            RuntimeError: some are applied already, in `final_backward`.
+        """
+        if self._early and not self._torn:
+            raise RuntimeError("updates have begun in final_backward(): call step()")
         self._gradients.clear()
 
+    def _update_early(self, unit: int, landed: Event) -> None:
+        if unit in self._early:
+            raise RuntimeError(
+                f"{self._units[unit].layout.name} had a gradient after its last one: backward "
+                f"ran twice in final_backward(), or through a graph of an earlier step"
+            )
+        self._early.add(unit)
+        after = {"gradient landed": landed}
+        self._optimizer.launch(unit, self._gradients.landed[unit], self._settings, 1.0, after)
+
+    def _require_whole(self) -> None:
+        if self._torn:
+            raise RuntimeError(
+                "a gradient that was not finite stopped a step whose updates had begun: "
+                "load a checkpoint before anything else"
+            )
+
     def _clip(self) -> tuple[float, float]:
-        landed = {name: norm for unit in self._gradients.landed for name, norm in unit.items()}
+        landed = {n: norm for unit in self._gradients.landed for n, norm in unit.norms.items()}
         norms = [landed[name] for name in self._parameter_order if name in landed]
         if not norms:
             return 0.0, 1.0
         # The same operations in the same order as torch.nn.utils.clip_grad_norm_.
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if not torch.isfinite(norm):
+            self._torn = bool(self._early)
             bad = [name for name, value in landed.items() if not torch.isfinite(value)]
             raise NonFiniteGradientError(f"gradient norm is {norm.item()}; first in {bad[:3]}")
         if self._max_grad_norm is None:
@@ -246,7 +258,12 @@ class StreamedModel:
         return {name: weight.clone() for name, weight in self.store.named_weights()}
 
     def finish(self) -> None:
-        """Wait until the store holds the finished step."""
+        """Wait until the store holds the finished step.
+
+        Raises:
+            RuntimeError: there is none, after a gradient that was not finite.
+        """
+        self._require_whole()
         self._gradients.finish()
         self._optimizer.finish()
 
@@ -272,9 +289,10 @@ class StreamedModel:
         Raises:
             InputError: the files are incomplete or of another model.
         """
-        self.finish()
+        self._torn = False
+        self._early.clear()
+        self._quiesce()
         self._gradients.clear()
-        self._slots.invalidate()
         checkpoint.load_weights(self.store, Path(weights))
         if optimizer is not None:
             checkpoint.load_optimizer(self.store, Path(optimizer))
@@ -283,23 +301,28 @@ class StreamedModel:
     @contextmanager
     def use_ema(self) -> Iterator[None]:
         """Compute with the moving average within; the weights come back unchanged after."""
-        self.finish()
+        self._quiesce()
         with self.store.serving_ema():
-            self._reload()
-            yield
-        self._reload()
+            self._refresh_resident()
+            try:
+                yield
+            finally:
+                self._quiesce()
+        self._refresh_resident()
 
     def close(self) -> None:
         """Stop the worker threads and give the disk back; state in RAM stays readable."""
-        self.finish()
+        self._gradients.finish()
+        self._optimizer.finish()
         self._optimizer.close()
         self._transfer.close()
         self.store.close()
 
-    def _reload(self) -> None:
+    def _quiesce(self) -> None:
+        """Finish all that reads or writes the store's weights, and forget what is on the device."""
+        self.finish()
         self._slots.invalidate()
-        self._refresh_resident()
-        self._transfer.wait(self._resident_ready)
+        self._transfer.join(self._resident_ready, "resident before the weights change")
 
     # The resident unit ------------------------------------------------------------------------
 
@@ -320,12 +343,17 @@ class StreamedModel:
         self._refresh_resident()
 
     def _refresh_resident(self) -> None:
+        after = {
+            "resident free": self._transfer.record(),
+            "resident updated": self._optimizer.updated(0),
+        }
         self._resident_ready: Event = self._transfer.h2d(
-            self._resident, lambda: self.store.weights(0), [self._optimizer.updated(0)], "resident"
+            self._resident, lambda: self.store.weights(0), after, "resident"
         )
 
 
-def _transfer(device: torch.device, trace: Trace, hooks: TransferHooks | None) -> Transfer:
+def _transfer(options: StreamOptions) -> Transfer:
+    device = torch.device(options.device)
     if device.type != "cpu":
         raise RuntimeError(f"device {str(device)!r} has no transfer backend yet; use device='cpu'")
-    return CpuTransfer(trace, hooks)
+    return CpuTransfer(options.trace or Trace(), options.hooks, link_gb_s=options.link_gb_s)

@@ -5,19 +5,20 @@ in forward order on its own thread while the next forward already streams. A uni
 after its own update (its `updated` event), so there is no staleness and nothing to roll back.
 """
 
-from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 
-from torch import Tensor
+import torch
 
 from megaslide.ops.adamw import AdamWSettings
 from megaslide.streaming.shim import AdamWState, adamw_
-from megaslide.streaming.lanes import Event, Lane
+from megaslide.streaming.gradients import Landed
+from megaslide.streaming.lanes import NOTHING, Event, Lane
 from megaslide.streaming.layout import UnitLayout
 from megaslide.streaming.records import BLOCK8, Piece
 from megaslide.streaming.staging import Memory
 from megaslide.streaming.store import Store
+from megaslide.streaming.transfer import Reasons
 from megaslide.tracing import Trace
 
 
@@ -34,47 +35,50 @@ class StreamedAdamW:
         return self._updated[unit]
 
     def launch(
-        self, order: Sequence[int], present: Sequence[set[str]], settings: AdamWSettings,
-        grad_scale: float,
+        self, unit: int, landed: Landed, settings: AdamWSettings, grad_scale: float,
+        after: Reasons = NOTHING, following: int | None = None,
     ) -> None:  # fmt: skip
-        """Start updating the units in `order`.
+        """Start the unit's update with what landed, which may still grow until `after` are done.
 
-        `present` names, per unit, the parameters that received a gradient.
+        `following` is the unit whose update will be launched next, if that is certain. Nothing
+        changes if a norm is not finite by then; whoever launches reports it.
         """
-        order = [unit for unit in order if present[unit]]
-        for unit, following in zip(order, [*order[1:], None], strict=False):
-            work = partial(self._update, unit, following, present[unit], settings, grad_scale)
-            self._store.forget(unit)
-            self._updated[unit] = self._lane.submit(work, self._store.units[unit].name)
+        work = partial(self._update, unit, following, landed, settings, grad_scale)
+        self._store.forget(unit)
+        self._updated[unit] = self._lane.submit(work, self._store.units[unit].name, after=after)
 
     def finish(self) -> None:
         """Wait until every update launched so far is in the store."""
         for event in self._updated:
-            event.wait()
+            event.wait("updates finished")
         self._store.finish()
 
     def close(self) -> None:
         self._lane.close()
 
     def _update(
-        self, unit: int, following: int | None, present: set[str], settings: AdamWSettings,
+        self, unit: int, following: int | None, landed: Landed, settings: AdamWSettings,
         scale: float,
     ) -> None:  # fmt: skip
-        layout, steps = self._store.units[unit], self._store.steps[unit]
+        if not landed.norms or not all(torch.isfinite(norm) for norm in landed.norms.values()):
+            return
+        layout, present = self._store.units[unit], set(landed.norms)
+        steps = self._store.steps[unit]
         for name in present:
             steps[name] += 1
         with closing(self._store.pieces(unit, following)) as pieces:
             for piece, memory in pieces:
+                first = layout.segments[piece.segment].element_offset + piece.start
+                gradient = landed.gradient(first, memory.pop("gradients"))
                 for start, stop, step in _runs(layout, piece, present, steps):
-                    state, grad = _entries(memory, start, stop)
                     adamw_(
-                        state, grad, settings,
+                        _entries(memory, start, stop), gradient[start:stop], settings,
                         step=step, grad_scale=scale, ema_decay=self._ema_decay or 0.0,
                     )  # fmt: skip
 
 
-def _entries(memory: Memory, start: int, stop: int) -> tuple[AdamWState, Tensor]:
-    """State and gradient of elements [start, stop) of a piece, views.
+def _entries(memory: Memory, start: int, stop: int) -> AdamWState:
+    """State of elements [start, stop) of a piece, views.
 
     `start` is a multiple of ALIGN, so that every scale serves elements of one run only.
     """
@@ -82,8 +86,8 @@ def _entries(memory: Memory, start: int, stop: int) -> tuple[AdamWState, Tensor]
     for kind in ("exp_avg_scale", "exp_avg_sq_scale"):
         if kind in memory:
             part[kind] = memory[kind][start // BLOCK8 : -(-stop // BLOCK8)]
-    weight, gradient = part.pop("weights"), part.pop("gradients")
-    return AdamWState(weight=weight, **part), gradient
+    weight = part.pop("weights")
+    return AdamWState(weight=weight, **part)
 
 
 def _runs(

@@ -34,8 +34,6 @@ class SlotCache:
         self, transfer: Transfer, store: Store, blocks: list[int], count: int,
         updated: Callable[[int], Event],
     ) -> None:  # fmt: skip
-        if count < 2:
-            raise ValueError(f"slots={count}; two are needed, one to compute on and one to fill")
         self.trace = transfer.trace
         self._transfer, self._store, self._updated = transfer, store, updated
         size = max(store.units[b].weight_nbytes for b in blocks)
@@ -53,7 +51,7 @@ class SlotCache:
         if slot is None:
             raise RuntimeError(f"no slot for {self._store.units[unit].name}: all are in use")
         slot.pinned = True
-        self._transfer.wait(slot.loaded)
+        self._transfer.wait(slot.loaded, "slot loaded")
         return slot.buffer[: self._store.units[unit].weight_nbytes]
 
     def release(self, unit: int) -> None:
@@ -80,23 +78,19 @@ class SlotCache:
         for slot in self._slots:
             if slot.pinned:
                 raise RuntimeError("weights changed while a block is computing")
-            self._evict(slot)
+            # A prefetch that nobody used may still be reading what is about to change.
+            self._transfer.join(slot.loaded, "prefetch before the weights change")
+            slot.unit = None
 
     def _load(self, slot: Slot, unit: int) -> None:
-        self._evict(slot)
         layout = self._store.units[unit]
         target = slot.buffer[: layout.weight_nbytes]
-        after = [slot.free, self._updated(unit)]
+        after = {"slot free": slot.free, "weights updated": self._updated(unit)}
+        # A load of the unit that was here before may be in flight: the lane keeps their order.
         slot.unit = unit
         slot.loaded = self._transfer.h2d(
             target, lambda: self._store.weights(unit), after, layout.name
         )
-
-    def _evict(self, slot: Slot) -> None:
-        if slot.unit is not None:
-            slot.loaded.wait()  # a copy in flight would overwrite the mark of released memory
-            self._transfer.release(slot.buffer)
-            slot.unit = None
 
     def _find(self, unit: int) -> Slot | None:
         return next((s for s in self._slots if s.unit == unit), None)

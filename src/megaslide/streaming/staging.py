@@ -19,9 +19,10 @@ from queue import SimpleQueue
 
 import torch
 
-from megaslide.streaming.disk import RecordFile, page_aligned
+from megaslide.streaming.disk import RecordFile
 from megaslide.streaming.lanes import Event, Lane
 from megaslide.streaming.layout import PAGE, round_up
+from megaslide.streaming.memory import host_memory
 from megaslide.streaming.records import Piece, Record
 from megaslide.tracing import Trace
 
@@ -48,7 +49,7 @@ class Pool:
     """Equal page-aligned buffers; `get` waits until one is free."""
 
     def __init__(self, count: int, nbytes: int) -> None:
-        self.members = [page_aligned(nbytes) for _ in range(count)]
+        self.members = [host_memory(nbytes) for _ in range(count)]
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
         for buffer in self.members:
             self._free.put(buffer)
@@ -72,8 +73,8 @@ class WeightsAhead:
         trace: Trace,
     ) -> None:  # fmt: skip
         self._sizes, self._names, self._read, self._trace = sizes, names, read, trace
-        self._free = [page_aligned(max(sizes)) for _ in range(READ_AHEAD)]
-        self._unforeseen = page_aligned(max(sizes))
+        self._free = [host_memory(max(sizes)) for _ in range(READ_AHEAD)]
+        self._unforeseen = host_memory(max(sizes))
         self.buffers = [*self._free, self._unforeseen]
         self._staged: dict[int, _Loaded] = {}
         self._void: list[_Loaded] = []
@@ -102,7 +103,7 @@ class WeightsAhead:
             self._in_use = self._unforeseen if staged is None else staged.buffer
         region = self._in_use[: self._sizes[unit]]
         if staged is not None:
-            staged.done.wait()
+            staged.done.wait("weights read ahead")
         else:
             with self._trace.span(WEIGHTS_LANE, self._names[unit], region.nbytes):
                 self._read(unit, region)
@@ -121,7 +122,7 @@ class WeightsAhead:
         region = buffer[: self._sizes[unit]]
         done = self._lane.submit(
             lambda: self._read(unit, region), self._names[unit],
-            after=[updated], nbytes=region.nbytes,
+            after={"weights updated": updated}, nbytes=region.nbytes,
         )  # fmt: skip
         return _Loaded(buffer, done)
 
@@ -178,7 +179,7 @@ class DiskRecords:
     def settle(self, unit: int) -> None:
         """Wait until the unit's bytes are on the disk; RuntimeError if a write failed."""
         for event in list(self._writes[unit]):
-            event.wait()
+            event.wait("unit written")
 
     def finish(self) -> None:
         """Wait until everything is written."""
@@ -220,7 +221,7 @@ class DiskRecords:
                     self._next[unit, number + 1] = self._load_piece(unit, pieces[number + 1])
                 elif following is not None and (first := self._records[following].pieces()):
                     self._next[following, 0] = self._load_piece(following, first[0])
-                loaded.done.wait()
+                loaded.done.wait("piece read")
                 yield piece, self._views(unit, piece, loaded.buffer)
             except BaseException:
                 self._pieces.put(loaded.buffer)
@@ -239,12 +240,12 @@ class DiskRecords:
         spans = self._spans(unit, piece)
 
         def read() -> None:
+            self.settle(unit)
             for _, at, offset, nbytes in spans:
                 self._file.read(buffer[at : at + nbytes], offset)
 
         name, total = self._records[unit].layout.name, sum(span[3] for span in spans)
-        after = list(self._writes[unit])
-        return _Loaded(buffer, self._read_lane.submit(read, name, after=after, nbytes=total))
+        return _Loaded(buffer, self._read_lane.submit(read, name, nbytes=total))
 
     def _store_piece(self, unit: int, piece: Piece, buffer: torch.Tensor) -> None:
         spans = [span for span in self._spans(unit, piece) if span[0] != "gradients"]
@@ -341,7 +342,7 @@ def _succeeded(event: Event) -> bool:
     if not event.done():
         return False
     try:
-        event.wait()
+        event.wait("whether it failed")
     except RuntimeError:
         return False
     return True

@@ -24,9 +24,10 @@ import torch
 
 from megaslide.ops.adamw.reference import join_master, split_master_
 from megaslide.streaming.budget import available_disk, available_ram, require_room
-from megaslide.streaming.disk import RecordFile, page_aligned
+from megaslide.streaming.disk import RecordFile
 from megaslide.streaming.lanes import Event
 from megaslide.streaming.layout import ParameterSlice, UnitLayout
+from megaslide.streaming.memory import host_memory
 from megaslide.streaming.records import FORMATS, Piece, Record, StateFormat, planned_bytes
 from megaslide.streaming.staging import COUNTS, DiskRecords, Memory, Pieces, staging_sizes
 from megaslide.tracing import Trace
@@ -169,7 +170,7 @@ class Store:
         _require_room(units, self.settings)
         state_format, ema = self.settings.state_format, self.settings.ema
         self._records = [Record(u, state_format, ema=ema) for u in units]
-        self.arenas = {kind: page_aligned(self.plan.kinds[kind]) for kind in self.plan.in_ram}
+        self.arenas = {kind: host_memory(self.plan.kinds[kind]) for kind in self.plan.in_ram}
         """The uint8 host buffers of the kinds that are in RAM."""
         self._starts = _arena_starts(self._records, self.plan.in_ram)
         self._disk = self._open_disk(trace or Trace()) if self.settings.tier == "disk" else None
@@ -238,19 +239,24 @@ class Store:
 
     # Gradients --------------------------------------------------------------------------------
 
+    def landing_memory(self, unit: int) -> torch.Tensor:
+        """What `landing` will give where that is known before: RAM. Empty on the disk tier."""
+        if "gradients" not in self.arenas:
+            return torch.empty(0, dtype=torch.uint8)
+        return self._region(unit, "gradients")[: self.units[unit].gradient_nbytes]
+
     @contextmanager
     def landing(self, unit: int, *, keep: bool) -> Iterator[torch.Tensor]:
         """Within, the unit's gradient region to be written, uint8 `[gradient_nbytes]`.
 
         With `keep` it holds what landed before, to be added to.
         """
-        nbytes = self.units[unit].gradient_nbytes
         if "gradients" in self.arenas:
-            yield self._region(unit, "gradients")[:nbytes]
+            yield self.landing_memory(unit)
         else:
             assert self._disk is not None
             with self._disk.landing(unit, keep=keep) as region:
-                yield region[:nbytes]
+                yield region[: self.units[unit].gradient_nbytes]
 
     # AdamW ------------------------------------------------------------------------------------
 
@@ -286,7 +292,7 @@ class Store:
                 memory[kind] = self._region(unit, kind)
             elif kind in regions:
                 assert self._disk is not None
-                memory[kind] = page_aligned(regions[kind].nbytes)
+                memory[kind] = host_memory(regions[kind].nbytes)
                 self._disk.read(unit, kind, memory[kind])
         yield UnitState(self._records[unit], memory)
         if write and self._disk is not None:

@@ -6,35 +6,47 @@ thread per lane copies between separate arenas, so the streaming logic that a GP
 logic that runs, and a missing wait is a wrong number, not a harmless alias.
 
 `TransferHooks` turn rare races into failing tests: any copy can be delayed at random (seeded), and
-released memory is filled with NaN.
+memory that is about to be overwritten is filled with NaN. An emulated link makes copies take the
+time that a real one would need, asleep, so that overlap can be measured where there is no device.
 """
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from megaslide.streaming.lanes import Event, Lane, copy_bytes
-from megaslide.streaming.memory import DeviceMemory
+from megaslide.streaming.memory import DeviceMemory, host_memory
 from megaslide.tracing import Trace
 
 NAN_BYTE = 0xFF  # four of them are a float32 NaN, two a bfloat16 NaN
 
+Reasons = Mapping[str, Event]
+"""Events by why they are waited for."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferHooks:
-    """What tests inject: up to `max_delay_s` before any copy, NaN in released memory."""
+    """What tests and benchmarks inject."""
 
     max_delay_s: float = 0.0
+    """Any copy sleeps up to this long before it begins."""
     seed: int = 0
     poison: bool = False
+    """Device memory is NaN from the moment it may be overwritten until the copy is done."""
+    synchronous: bool = False
+    """Wait for every copy where it is started, as an engine without overlap would."""
 
 
 class Transfer(Protocol):
-    """What the executor needs of a device."""
+    """What the executor needs of a device.
+
+    Compute is one more ordered lane: `record` marks a place in it, `wait` makes it wait. The host
+    thread does not stop in either, and what it may do itself after a copy needs `join`.
+    """
 
     device: torch.device
     memory: DeviceMemory
@@ -44,16 +56,19 @@ class Transfer(Protocol):
         """A uint8 device buffer `[nbytes]`, held until `close`."""
         ...
 
+    def host(self, nbytes: int) -> torch.Tensor:
+        """A uint8 host buffer `[nbytes]` that copies can use."""
+        ...
+
     def h2d(
-        self, target: torch.Tensor, source: Callable[[], torch.Tensor], after: Sequence[Event],
-        name: str,
-    ) -> Event:  # fmt: skip
+        self, target: torch.Tensor, source: Callable[[], torch.Tensor], after: Reasons, name: str
+    ) -> Event:
         """Copy a host region to the device once `after` are done; `source` is asked for then."""
         ...
 
     def d2h(
-        self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event], name: str, *,
-        land: Callable[[torch.Tensor, torch.Tensor], None],
+        self, target: torch.Tensor, source: torch.Tensor, after: Reasons, name: str, *,
+        land: Callable[[torch.Tensor, torch.Tensor], None] = copy_bytes,
     ) -> Event:  # fmt: skip
         """Bring a device region to the host; `land(target, arrived)` combines the two there."""
         ...
@@ -62,12 +77,12 @@ class Transfer(Protocol):
         """An event that is done when the compute issued so far is."""
         ...
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Event, why: str) -> None:
         """Make compute wait for the event, counting the time as `wait_s`."""
         ...
 
-    def release(self, region: torch.Tensor) -> None:
-        """Declare that nothing will read the region's present contents again."""
+    def join(self, event: Event, why: str) -> None:
+        """Make the host thread wait for the event, counting the time as `wait_s`."""
         ...
 
     def close(self) -> None:
@@ -76,66 +91,87 @@ class Transfer(Protocol):
 
 
 class CpuTransfer:
-    """The CPU as a device: its memory is whatever `allocate` gave, copies are worker threads."""
+    """The CPU as a device: its memory is whatever `allocate` gave, copies are worker threads.
 
-    def __init__(self, trace: Trace, hooks: TransferHooks | None = None) -> None:
+    Args:
+        link_gb_s: emulated bandwidth of each direction, in 1e9 bytes per second; None copies as
+            fast as the machine can.
+    """
+
+    def __init__(
+        self, trace: Trace, hooks: TransferHooks | None = None, *, link_gb_s: float | None = None
+    ) -> None:
+        if link_gb_s is not None and link_gb_s <= 0:
+            raise ValueError(f"link_gb_s={link_gb_s} is not above 0")
         self.device = torch.device("cpu")
         self.trace = trace
         self.memory = DeviceMemory()
         self._hooks = hooks or TransferHooks()
+        self._bytes_per_s = float("inf") if link_gb_s is None else link_gb_s * 1e9
         self._h2d, self._d2h = Lane("h2d", trace), Lane("d2h", trace)
         self._random = random.Random(self._hooks.seed)
 
     def allocate(self, nbytes: int, kind: str) -> torch.Tensor:
-        region = torch.zeros(nbytes, dtype=torch.uint8)
+        region = torch.full((nbytes,), NAN_BYTE if self._hooks.poison else 0, dtype=torch.uint8)
         self.memory.add_arena(region, kind)
         return region
 
+    def host(self, nbytes: int) -> torch.Tensor:
+        region = host_memory(nbytes)
+        self.memory.exclude(region)
+        return region
+
     def h2d(
-        self, target: torch.Tensor, source: Callable[[], torch.Tensor], after: Sequence[Event],
-        name: str,
-    ) -> Event:  # fmt: skip
-        return self._copy(
-            self._h2d, lambda: copy_bytes(target, source()), after, name, target.nbytes
-        )
+        self, target: torch.Tensor, source: Callable[[], torch.Tensor], after: Reasons, name: str
+    ) -> Event:
+        def copy() -> None:
+            copy_bytes(target, source())
+
+        return self._copy(self._h2d, copy, after, name, target.nbytes, overwrites=target)
 
     def d2h(
-        self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event], name: str, *,
-        land: Callable[[torch.Tensor, torch.Tensor], None],
+        self, target: torch.Tensor, source: torch.Tensor, after: Reasons, name: str, *,
+        land: Callable[[torch.Tensor, torch.Tensor], None] = copy_bytes,
     ) -> Event:  # fmt: skip
         return self._copy(self._d2h, lambda: land(target, source), after, name, source.nbytes)
 
     def record(self) -> Event:
         return Event.completed()  # CPU compute is synchronous
 
-    def wait(self, event: Event) -> None:
-        if not event.done():
-            start = time.perf_counter()
-            event.wait()
-            self.trace.count("wait_s", time.perf_counter() - start)
-        event.wait()
+    def wait(self, event: Event, why: str) -> None:
+        if event.done():
+            event.wait(why)  # raises if the work failed
+        else:
+            with self.trace.span("wait", why):
+                event.wait(why)
 
-    def release(self, region: torch.Tensor) -> None:
-        if self._hooks.poison:
-            region.fill_(NAN_BYTE)
+    def join(self, event: Event, why: str) -> None:
+        self.wait(event, why)  # host and compute are one thread here
 
     def close(self) -> None:
         self._h2d.close()
         self._d2h.close()
 
     def _copy(
-        self,
-        lane: Lane,
-        copy: Callable[[], object],
-        after: Sequence[Event],
-        name: str,
-        nbytes: int,
-    ) -> Event:
+        self, lane: Lane, copy: Callable[[], object], after: Reasons, name: str, nbytes: int, *,
+        overwrites: torch.Tensor | None = None,
+    ) -> Event:  # fmt: skip
+        poisoned = overwrites if self._hooks.poison else None
         delay = self._random.uniform(0, self._hooks.max_delay_s)
+        seconds = nbytes / self._bytes_per_s
 
-        def delayed() -> None:
+        def timed() -> None:
+            if poisoned is not None:
+                poisoned.fill_(NAN_BYTE)
             if delay:
                 time.sleep(delay)
+            start = time.perf_counter()
             copy()
+            left = start + seconds - time.perf_counter()
+            if left > 0:
+                time.sleep(left)
 
-        return lane.submit(delayed, name, after=after, nbytes=nbytes)
+        event = lane.submit(timed, name, after=after, nbytes=nbytes)
+        if self._hooks.synchronous:
+            self.wait(event, "synchronous")
+        return event
