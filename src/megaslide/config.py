@@ -210,8 +210,23 @@ class OffloadConfig(Section):
     """Device-side buffers, one block each."""
     micro_batch_size: int | None = Field(None, gt=0)
     """Clips per pass through a block; null takes train.train_batch_size."""
-    state_format: Literal["split"] = "split"
-    """How a bf16 weight and its fp32 master are stored (12 bytes per parameter)."""
+    tier: Literal["ram", "disk"] = "ram"
+    """Where weights, masters and moments live; `disk` for state that is larger than RAM."""
+    state_format: Literal["master", "split", "split8"] = "split"
+    """Bytes per bf16 parameter: `master` 14, `split` 12 (same masters), `split8` 6 (8-bit moments).
+    An fp32 parameter takes 12, in `split8` 6."""
+    gradient_tier: Literal["ram", "disk"] = "ram"
+    """Where gradients wait for the update; `disk` needs tier `disk` and frees 2 bytes of RAM per
+    bf16 parameter for a seventh more disk traffic."""
+    disk_path: str | None = None
+    """Folder for tier `disk`, best on a local NVMe; null takes `state` in output_dir. Its file has
+    no name and is gone when the process ends."""
+
+    @model_validator(mode="after")
+    def _gradients_follow(self) -> "OffloadConfig":
+        if self.gradient_tier == "disk" and self.tier == "ram":
+            raise ValueError("gradient_tier: disk needs tier: disk")
+        return self
 
 
 class SampleConfig(Section):

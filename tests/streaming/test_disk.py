@@ -140,7 +140,7 @@ def test_read_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "preadv", refuse)
-    with pytest.raises(RuntimeError, match="reading .* Input/output error"):
+    with pytest.raises(RuntimeError, match=r"reading .* Input/output error"):
         toys.train_streamed(streamed, toys.batches(2))
 
 
@@ -156,10 +156,10 @@ def test_too_little_disk_is_refused_before_anything_is_written(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(InputError, match="reserving .* No space left"):
+    with pytest.raises(InputError, match=r"reserving .* No space left"):
         on_disk(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="set offload.disk_path"):
+    with pytest.raises(InputError, match=r"set offload\.disk_path"):
         on_disk(tmp_path, disk_path=tmp_path / "file" / "x")
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,7 @@ def test_regions_can_be_cut_into_shards() -> None:
             assert segment.byte_offset % PAGE == 0
             for region in record.regions.values():
                 spans = [region.span(index, r * ALIGN, (r + 1) * ALIGN) for r in range(3)]
-                assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False) if a and b)
+                assert all(a[1] == b[0] for a, b in pairwise(spans) if a and b)
 
 
 def test_too_little_ram_is_refused_with_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:

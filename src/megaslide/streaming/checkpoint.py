@@ -45,7 +45,7 @@ def load_weights(store: Store, folder: Path) -> None:
     _check(files, {p.name: p for unit in store.units for p in unit.parameters})
     for index, unit in enumerate(store.units):
         parameters = {p.name: p for p in unit.parameters}
-        with store.unit(index, write=True) as state:
+        with store.unit(index, store.value_kinds, write=True) as state:
             for name, value in files.read(parameters):
                 state.write(parameters[name], value)
 

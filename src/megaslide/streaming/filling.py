@@ -6,6 +6,7 @@ come into being one at a time, are initialised, stored and dropped, or stay zero
 is loaded.
 """
 
+import ctypes
 from collections.abc import Callable, Sequence
 
 import torch
@@ -41,11 +42,12 @@ def fill_store(store: Store, units: Sequence[Unit], init_weights: Initialiser | 
         held = {p.name: use.owner._parameters[use.key] for use, p in unit.uses}
         values = {name: v for name, v in held.items() if v is not None and not v.is_meta}
         if values:
-            with store.unit(index, write=True) as state:
+            with store.unit(index, store.value_kinds, write=True) as state:
                 for parameter in unit.layout.parameters:
                     if parameter.name in values:
                         state.write(parameter, values[parameter.name].detach())
         _to_meta(unit)
+        _trim_heap()
 
 
 def _initialise(unit: Unit, init_weights: Initialiser) -> None:
@@ -54,7 +56,7 @@ def _initialise(unit: Unit, init_weights: Initialiser) -> None:
     fresh: dict[str, nn.Parameter] = {}
     for use, piece in on_meta:
         if piece.name not in fresh:
-            fresh[piece.name] = _empty(piece, _held(use).dtype, "cpu")
+            fresh[piece.name] = _in_memory(piece, _held(use).dtype)
         use.owner._parameters[use.key] = fresh[piece.name]
     with torch.no_grad():
         for owner in {id(use.owner): use.owner for use, _ in on_meta}.values():
@@ -64,15 +66,22 @@ def _initialise(unit: Unit, init_weights: Initialiser) -> None:
 def _to_meta(unit: Unit) -> None:
     """Leave placeholders: shapes stay visible, and reading one outside its block is an error."""
     for use, piece in unit.uses:
-        use.owner._parameters[use.key] = _empty(piece, piece.dtype, "meta")
+        empty = torch.empty(piece.shape, dtype=piece.dtype, device="meta")
+        use.owner._parameters[use.key] = nn.Parameter(empty, requires_grad=piece.trainable)
+
+
+def _in_memory(piece: ParameterSlice, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(piece.shape, dtype=dtype), requires_grad=piece.trainable)
+
+
+def _trim_heap() -> None:
+    """Return freed memory to the system: glibc would keep a part of every block, in sum all."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _held(use: ParameterUse) -> nn.Parameter:
     parameter = use.owner._parameters[use.key]
     assert parameter is not None
     return parameter
-
-
-def _empty(piece: ParameterSlice, dtype: torch.dtype, device: str) -> nn.Parameter:
-    empty = torch.empty(piece.shape, dtype=dtype, device=device)
-    return nn.Parameter(empty, requires_grad=piece.trainable)

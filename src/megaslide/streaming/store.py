@@ -199,6 +199,11 @@ class Store:
         """Kinds of state that persist besides the weights."""
         return [kind for kind in self.plan.kinds if kind not in ("weights", "gradients")]
 
+    @property
+    def value_kinds(self) -> list[str]:
+        """Kinds of state that a parameter's value decides: all but moments and gradients."""
+        return [k for k in self.plan.kinds if k in ("weights", "master", "residual", "ema")]
+
     # Weights, on their way to the device ------------------------------------------------------
 
     def weights(self, unit: int) -> torch.Tensor:

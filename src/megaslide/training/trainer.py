@@ -253,6 +253,10 @@ class Trainer:
             micro_batch_size=config.offload.micro_batch_size or config.train.train_batch_size,
             dtype=torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32,
             slots=config.offload.slots,
+            tier=config.offload.tier,
+            state_format=config.offload.state_format,
+            gradient_tier=config.offload.gradient_tier,
+            disk_path=config.offload.disk_path or self.run / "state",
             ema_decay=config.train.ema_decay if config.train.use_ema else None,
             trace=self.trace,
         )
