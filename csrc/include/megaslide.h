@@ -1,8 +1,9 @@
 /* The C interface of megaslide's native kernels.
  *
  * Raw pointers and sizes only: no torch, no Python, so one library serves every version of both.
- * Arrays are contiguous, row-major, fp32, and never overlap an output; empty ones may be NULL. Every function may be called
- * from several threads at once. Functions that can fail return a megaslide_status.
+ * Arrays are contiguous, row-major, fp32 where no other type is given, and never overlap an output;
+ * empty ones may be NULL. Every function may be called from several threads at once. Functions that
+ * can fail return a megaslide_status.
  */
 #ifndef MEGASLIDE_H
 #define MEGASLIDE_H
@@ -20,7 +21,7 @@ extern "C" {
 #endif
 
 /* Raised by every change that an older caller would misread. */
-#define MEGASLIDE_ABI_VERSION 1
+#define MEGASLIDE_ABI_VERSION 2
 
 typedef enum megaslide_status {
   MEGASLIDE_OK = 0,
@@ -93,6 +94,73 @@ MEGASLIDE_API int32_t megaslide_attention_backward(const megaslide_attention_sha
                                                    const float *out, const float *lse,
                                                    const float *grad_out,
                                                    const megaslide_attention_gradients *gradients);
+
+/* ---- AdamW ----------------------------------------------------------------------------------
+ *
+ * One update in place of a region of `count` elements, in torch.optim.AdamW's order of operations
+ * and with its roundings. The definition, in torch, is megaslide.ops.adamw's reference.py.
+ *
+ * The fp32 master is, by what is given:
+ *   master                    itself
+ *   master and weight         itself, with the bf16 weight rounded from it
+ *   weight and residual       (weight << 16) + residual as bits
+ * Moments are fp32, or 8-bit codes where both scales are given; codes come with one scale per
+ * MEGASLIDE_ADAMW_BLOCK elements, and the scale of exp_avg_sq is that of its square root.
+ * bf16 numbers are given as their bits.
+ */
+#define MEGASLIDE_ADAMW_BLOCK 128
+
+typedef struct megaslide_adamw_state {
+  int64_t count;
+  float *master;              /* [count] or NULL */
+  uint16_t *weight;           /* [count] bf16 or NULL */
+  int16_t *residual;          /* [count] or NULL */
+  void *exp_avg, *exp_avg_sq; /* [count] fp32, or uint8 codes */
+  float *exp_avg_scale;       /* [ceil(count / MEGASLIDE_ADAMW_BLOCK)] or NULL */
+  float *exp_avg_sq_scale;    /* the same */
+  float *ema;                 /* [count] moving average of the master, or NULL */
+} megaslide_adamw_state;
+
+/* Torch's square root is not the same function everywhere: its bits depend on the library that torch
+ * was built with and on the processor. A caller who wants torch's bits asks for the root that has
+ * them here. */
+typedef enum megaslide_root {
+  MEGASLIDE_ROOT_NEAREST = 0, /* the nearest float */
+  MEGASLIDE_ROOT_NEWTON = 1   /* oneMKL's with AVX-512: up to one unit in the last place below */
+} megaslide_root;
+
+/* Writes the roots of `count` floats; MEGASLIDE_UNSUPPORTED where this instruction set lacks it. */
+MEGASLIDE_API int32_t megaslide_square_root(int32_t root, const float *from, float *to,
+                                            int64_t count);
+
+/* What is the same for all elements, computed in double and rounded once. */
+typedef struct megaslide_adamw_coefficients {
+  float grad_scale;       /* factor on the gradient */
+  float decay;            /* 1 - lr * weight_decay */
+  float exp_avg_weight;   /* 1 - beta1 */
+  float beta2;
+  float exp_avg_sq_weight;  /* 1 - beta2 */
+  float root_correction;  /* sqrt(1 - beta2^step), a divisor */
+  float eps;
+  float step_size;        /* -lr / (1 - beta1^step) */
+  float ema_weight;       /* 1 - ema_decay */
+  uint32_t step;          /* keys the stochastic rounding of 8-bit moments */
+  int32_t root;           /* megaslide_root */
+} megaslide_adamw_coefficients;
+
+/* `grad` is [count], bf16 where `grad_is_bf16` is not 0. At most `threads` threads, the calling one
+ * included; fewer for a short region; results do not depend on it. */
+MEGASLIDE_API int32_t megaslide_adamw(const megaslide_adamw_state *state, const void *grad,
+                                      int32_t grad_is_bf16,
+                                      const megaslide_adamw_coefficients *coefficients,
+                                      int32_t threads);
+
+/* ---- memory bandwidth -----------------------------------------------------------------------
+ *
+ * a = b + scalar * c over `count` floats: STREAM's triad, the yardstick of what memory can do. `a` is
+ * written past the caches where the processor can, so 12 bytes move per element. */
+MEGASLIDE_API int32_t megaslide_triad(float *a, const float *b, const float *c, float scalar,
+                                      int64_t count, int32_t threads);
 
 #ifdef __cplusplus
 }

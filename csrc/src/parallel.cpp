@@ -20,6 +20,10 @@ void parallel_for(int64_t items, int threads,
     for (int64_t item = next++; item < items; item = next++) run(item, worker);
   };
   const int count = static_cast<int>(std::clamp<int64_t>(items, 1, std::max(threads, 1)));
+  if (count == 1) {  // nobody to wake: a call on little data costs next to nothing
+    work(0);
+    return;
+  }
 #ifdef _OPENMP
   // OpenMP where there is one, because torch has it too: after each of its loops, torch's workers
   // spin for a while on the very cores that threads of our own would have to wait for.

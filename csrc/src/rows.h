@@ -8,48 +8,10 @@
 #include <utility>
 
 #include "deformable_attention.h"
+#include "vectors.h"
 
 namespace megaslide {
 namespace {
-
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
-
-#define MEGASLIDE_PRAGMA(text) _Pragma(#text)
-#if defined(__clang__)
-#define MEGASLIDE_UNROLL(n) MEGASLIDE_PRAGMA(clang loop unroll_count(n))
-#else
-#define MEGASLIDE_UNROLL(n) MEGASLIDE_PRAGMA(GCC unroll n)
-#endif
-#define MEGASLIDE_INLINE inline __attribute__((always_inline))
-
-template <int W>
-struct Lanes {
-  typedef float type __attribute__((vector_size(W * sizeof(float))));
-};
-template <>
-struct Lanes<1> {
-  typedef float type;
-};
-template <int W>
-using Vec = typename Lanes<W>::type;
-
-template <int W>
-MEGASLIDE_INLINE Vec<W> load(const float *from) {
-  Vec<W> x;
-  __builtin_memcpy(&x, from, sizeof x);
-  return x;
-}
-
-template <int W>
-MEGASLIDE_INLINE void store(float *to, Vec<W> x) {
-  __builtin_memcpy(to, &x, sizeof x);
-}
 
 // ---- sums across lanes, of W vectors at a time ------------------------------------------------
 

@@ -10,12 +10,11 @@ from functools import partial
 
 import torch
 
-from megaslide.ops.adamw import AdamWSettings
+from megaslide.ops.adamw import BLOCK8, AdamWSettings, AdamWState, adamw_
 from megaslide.streaming.gradients import Landed
 from megaslide.streaming.lanes import NOTHING, Event, Lane
 from megaslide.streaming.layout import UnitLayout
-from megaslide.streaming.records import BLOCK8, Piece
-from megaslide.streaming.shim import AdamWState, adamw_
+from megaslide.streaming.records import Piece
 from megaslide.streaming.staging import Memory
 from megaslide.streaming.store import Store
 from megaslide.streaming.transfer import Reasons

@@ -16,11 +16,11 @@ from typing import Literal, get_args
 
 import torch
 
+from megaslide.ops.adamw import BLOCK8
 from megaslide.streaming.layout import ALIGN, PAGE, ParameterSlice, Segment, UnitLayout, round_up
 
 StateFormat = Literal["master", "split", "split8"]
 FORMATS: tuple[StateFormat, ...] = get_args(StateFormat)
-BLOCK8 = 256
 PIECE = 1 << 22
 """Elements: 50 MB of state in `split`, long enough for full disk bandwidth."""
 

@@ -1,66 +1,66 @@
 """AdamW on flat regions of host memory: one call per contiguous region of one dtype.
 
 The region is what the store holds, not a parameter: the optimizer walks a block's memory once,
-whatever the number of parameters in it. Backends share this signature; `reference` is the
-definition.
+whatever the number of parameters in it. Backends share one signature; `reference` is the
+definition, `native` the same bits in one pass over memory.
 """
 
-from dataclasses import dataclass
+from typing import Literal
 
 import torch
+from torch import Tensor
 
-from megaslide.ops.adamw import reference
+from megaslide.ops import library
+from megaslide.ops.adamw import native, reference
+from megaslide.ops.adamw.codes import BLOCK8
+from megaslide.ops.adamw.state import AdamWSettings, AdamWState, Coefficients
 
+__all__ = ["BLOCK8", "AdamWSettings", "AdamWState", "adamw_"]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdamWSettings:
-    """Hyper-parameters of one update, in torch.optim.AdamW's words."""
-
-    lr: float
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.01
+BACKENDS = {"native": native.adamw_, "reference": reference.adamw_}
 
 
 def adamw_(
-    weight: torch.Tensor,
-    residual: torch.Tensor | None,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
+    state: AdamWState,
+    grad: Tensor,
     settings: AdamWSettings,
     *,
     step: int,
     grad_scale: float = 1.0,
-    ema: torch.Tensor | None = None,
     ema_decay: float = 0.0,
+    threads: int | None = None,
+    backend: Literal["native", "reference"] | None = None,
 ) -> None:
-    """One AdamW update in place, in torch.optim.AdamW's order of operations.
+    """One AdamW update in place, in torch.optim.AdamW's order of operations and roundings.
 
     Source: Loshchilov & Hutter 2019 (arXiv:1711.05101).
 
+    A gradient, weight or moment that is not finite makes its own element not finite, as in torch,
+    and no other; a bf16 weight of a NaN master is a NaN. With 8-bit moments it also spoils the
+    moments of its block of BLOCK8 elements, whose next update is then NaN.
+
     Args:
-        weight: `[n]` float32 (the master itself) or bfloat16 (the high half of a split master).
-        residual: `[n]` int16, the low half of the master; None exactly when weight is float32.
-        exp_avg, exp_avg_sq: `[n]` float32 moments.
+        state: the region, `[n]`.
         grad: `[n]` float32 or bfloat16, multiplied by `grad_scale` (the clip coefficient) in fp32.
         settings: hyper-parameters.
         step: this update's number, starting at 1.
-        ema: `[n]` float32 moving average of the master, updated in the same pass.
+        ema_decay: ema becomes ema_decay * ema + (1 - ema_decay) * master.
+        threads: at most so many; None takes torch.get_num_threads(). The result has the same bits
+            for any number.
+        backend: None takes native where the library loads, else reference.
 
     Raises:
-        ValueError: dtypes or sizes that do not belong together, or step < 1.
+        ValueError: dtypes, sizes or devices that do not belong together, step or threads < 1.
+        RuntimeError: `backend="native"` without the native library.
     """
-    if (residual is None) != (weight.dtype == torch.float32):
-        raise ValueError(f"weight dtype {weight.dtype} with residual={residual is not None}")
     if step < 1:
         raise ValueError(f"step {step} is below 1; the first update is step 1")
-    regions = [t for t in (weight, residual, exp_avg, exp_avg_sq, grad, ema) if t is not None]
-    sizes = {region.numel() for region in regions}
-    if len(sizes) != 1:
-        raise ValueError(f"regions of different sizes {sorted(sizes)}; all must be equal")
-    reference.adamw_(
-        weight, residual, exp_avg, exp_avg_sq, grad, settings,
-        step=step, grad_scale=grad_scale, ema=ema, ema_decay=ema_decay,
-    )  # fmt: skip
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads {threads} is below 1; None takes torch.get_num_threads()")
+    if backend is None:
+        backend = "reference" if library.why_absent() else "native"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is none of {sorted(BACKENDS)}")
+    state.check(grad)
+    by = Coefficients.of(settings, step=step, grad_scale=grad_scale, ema_decay=ema_decay)
+    BACKENDS[backend](state, grad, by, threads=threads or torch.get_num_threads())
