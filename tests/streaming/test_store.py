@@ -13,7 +13,7 @@ import toys
 from torch import nn
 
 from megaslide.errors import InputError
-from megaslide.ops.adamw import AdamWSettings
+from megaslide.ops.adamw import BLOCK8, AdamWSettings
 from megaslide.streaming import StreamedModel, TransferHooks, stream
 from megaslide.streaming.filling import reset_parameters
 from megaslide.streaming.gradients import Landed
@@ -162,11 +162,11 @@ def test_resume_in_another_format_is_refused(tmp_path: Path) -> None:
     saved = build(tmp_path, state_format="split")
     saved.save_optimizer(tmp_path / "optimizer")
     saved.save_pretrained(tmp_path / "transformer")
-    for other in ("master", "split8"):
-        with pytest.raises(InputError, match="state_format"):
-            build(tmp_path, state_format=other).load(
-                tmp_path / "transformer", tmp_path / "optimizer"
-            )
+    for other, told in (("master", "no 'master"), ("split8", "float32 .* expected torch.uint8")):
+        streamed = build(tmp_path, state_format=other)
+        with pytest.raises(InputError, match=told) as refusal:
+            streamed.load(tmp_path / "transformer", tmp_path / "optimizer")
+        assert "offload.state_format" in str(refusal.value)
 
 
 @every_tier
@@ -190,7 +190,7 @@ def test_planned_bytes_are_the_allocated_bytes(
     if tier == "disk":
         assert os.fstat(store._disk._file._fd).st_size == plan.disk_bytes
     per_element = store.state_bytes / sum(u.num_elements for u in units)
-    expected = {"master": 14, "split": 12, "split8": 6 + 8 / 256}[state_format] + 4 * ema
+    expected = {"master": 14, "split": 12, "split8": 6 + 8 / BLOCK8}[state_format] + 4 * ema
     assert expected <= per_element < expected * 1.1  # pages are padded
     store.close()
 
@@ -298,8 +298,8 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 with torch.device("meta"):
     model = Net()
-before = peak()
 streamed = stream(model, dtype=torch.bfloat16, tier=tier, disk_path=folder / "state")
+before = peak()  # the device's arenas are there
 streamed.save_pretrained(folder / "weights")
 streamed.load(folder / "weights")
 block = 12 * 2048 * 2049
@@ -310,7 +310,7 @@ print((peak() - before) / block)
 @pytest.mark.parametrize(("tier", "limit"), [("ram", 16 * 4 / 12 + 2), ("disk", 2)])
 def test_loading_and_saving_hold_no_second_copy(tmp_path: Path, tier: str, limit: float) -> None:
     """Peak growth in blocks of 12 bytes per parameter. Loading into RAM touches weights and
-    residuals, 4 of 12 bytes; one block more is allowed for the interpreter's own growth."""
+    residuals, 4 of 12 bytes; half a block is allowed for the interpreter's own growth."""
     command = [sys.executable, "-c", PEAK, tier, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert float(done.stdout) < limit + 1
+    assert float(done.stdout) < limit + 0.5

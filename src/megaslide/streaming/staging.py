@@ -77,8 +77,6 @@ class WeightsAhead:
         self._unforeseen = host_memory(max(sizes))
         self.buffers = [*self._free, self._unforeseen]
         self._staged: dict[int, _Loaded] = {}
-        self._void: list[_Loaded] = []
-        """Read in vain; free once the read is over."""
         self._in_use: torch.Tensor | None = None
         self._lock = threading.Lock()
         self._lane = Lane(WEIGHTS_LANE, trace)
@@ -91,8 +89,8 @@ class WeightsAhead:
         """
         with self._lock:
             for unit in list(units)[:READ_AHEAD]:
-                if unit not in self._staged and (buffer := self._take_free()) is not None:
-                    self._staged[unit] = self._begin(unit, buffer, updated(unit))
+                if unit not in self._staged and self._free:
+                    self._staged[unit] = self._begin(unit, self._free.pop(), updated(unit))
 
     def take(self, unit: int) -> torch.Tensor:
         """The unit's region; the one given out before is free again."""
@@ -113,7 +111,8 @@ class WeightsAhead:
         """What was read ahead of this unit will not be given out."""
         with self._lock:
             if unit in self._staged:
-                self._void.append(self._staged.pop(unit))
+                # At once, even in mid-read: the next read into the buffer is behind it on the lane.
+                self._free.append(self._staged.pop(unit).buffer)
 
     def close(self) -> None:
         self._lane.close()
@@ -122,15 +121,9 @@ class WeightsAhead:
         region = buffer[: self._sizes[unit]]
         done = self._lane.submit(
             lambda: self._read(unit, region), self._names[unit],
-            after={"weights updated": updated}, nbytes=region.nbytes,
+            after={"unit updated": updated}, nbytes=region.nbytes,
         )  # fmt: skip
         return _Loaded(buffer, done)
-
-    def _take_free(self) -> torch.Tensor | None:
-        over = [loaded for loaded in self._void if loaded.done.done()]
-        self._void = [loaded for loaded in self._void if not loaded.done.done()]
-        self._free += [loaded.buffer for loaded in over]
-        return self._free.pop() if self._free else None
 
 
 class DiskRecords:
@@ -167,7 +160,8 @@ class DiskRecords:
     def read(self, unit: int, kind: str, target: torch.Tensor) -> None:
         """Fill page-aligned `target` with a region once its writes are done."""
         self.settle(unit)
-        self._file.read(target, self._offset(unit, kind))
+        if target.nbytes:  # a unit without parameters has no regions
+            self._file.read(target, self._offset(unit, kind))
 
     def write(self, unit: int, kind: str, source: torch.Tensor) -> None:
         """Write a region from page-aligned memory, before returning."""

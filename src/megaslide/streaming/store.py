@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -33,6 +33,8 @@ from megaslide.streaming.staging import COUNTS, DiskRecords, Memory, Pieces, sta
 from megaslide.tracing import Trace
 
 Tier = Literal["ram", "disk"]
+CHUNK = 1 << 20
+"""Elements that are set at a time, so that temporaries are small beside any block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,16 +102,13 @@ class UnitState:
         if not parameter.trainable:
             self.weight(parameter).copy_(value)
             return
-        value = value.detach().to("cpu", torch.float32).contiguous()
-        weight, residual = self.weight(parameter), self.part("residual", parameter)
-        if weight.dtype == torch.float32:
-            weight.copy_(value)
-        else:
-            low = torch.empty_like(weight, dtype=torch.int16) if residual is None else residual
-            split_master_(value, weight, low)
-        for kind in ("master", "ema"):
-            if (target := self.part(kind, parameter)) is not None:
-                target.copy_(value)
+        values, weight = value.detach().reshape(-1), self.weight(parameter).view(-1)
+        kept = {k: self.part(k, parameter) for k in ("residual", "master", "ema")}
+        flat = {kind: part.view(-1) for kind, part in kept.items() if part is not None}
+        for start in range(0, values.numel(), CHUNK):
+            part = slice(start, start + CHUNK)
+            entries = {kind: entries[part] for kind, entries in flat.items()}
+            _write_master(values[part].to("cpu", torch.float32), weight[part], **entries)
 
     def average_weights(self) -> torch.Tensor:
         """The weight region with the moving average in place of the trainable weights, a copy."""
@@ -119,6 +118,18 @@ class UnitState:
             assert ema is not None
             segment.weight(region).copy_(ema)
         return region
+
+
+def _write_master(
+    master: torch.Tensor, weight: torch.Tensor, *, residual: torch.Tensor | None = None, **same: Any
+) -> None:  # fmt: skip
+    """Set the weight, and its residual if it has one, to fp32 `master`; and `same` to equal it."""
+    if weight.dtype == torch.float32:
+        weight.copy_(master)
+    else:
+        split_master_(master.contiguous(), weight, residual)
+    for target in same.values():
+        target.copy_(master)
 
 
 @dataclass(frozen=True, slots=True)
