@@ -218,8 +218,23 @@ class OffloadConfig(Section):
     """Memory that weights and gradients may take on the device, in 10⁹ bytes; more is refused."""
     link_gb_s: float | None = Field(None, gt=0)
     """Emulated bandwidth between host and device in each direction, in 10⁹ bytes per second."""
-    state_format: Literal["split"] = "split"
-    """How a bf16 weight and its fp32 master are stored (12 bytes per parameter)."""
+    tier: Literal["ram", "disk"] = "ram"
+    """Where weights, masters and moments live; `disk` for state that is larger than RAM."""
+    state_format: Literal["master", "split", "split8"] = "split"
+    """Bytes per bf16 parameter: `master` 14, `split` 12 (same masters), `split8` 6 (8-bit moments).
+    An fp32 parameter takes 12, in `split8` 6."""
+    gradient_tier: Literal["ram", "disk"] = "ram"
+    """Where gradients wait for the update; `disk` needs tier `disk` and frees 2 bytes of RAM per
+    bf16 parameter for a seventh more disk traffic."""
+    disk_path: str | None = None
+    """Folder for tier `disk`, best on a local NVMe; null takes `state` in output_dir. Its file has
+    no name and is gone when the process ends."""
+
+    @model_validator(mode="after")
+    def _gradients_follow(self) -> "OffloadConfig":
+        if self.gradient_tier == "disk" and self.tier == "ram":
+            raise ValueError("gradient_tier: disk needs tier: disk")
+        return self
 
 
 class SampleConfig(Section):

@@ -2,16 +2,20 @@
 
 A folder holds config.json (with `_class_name`) and either one safetensors file or several with an
 index. Writing goes shard by shard from an iterator and reading tensor by tensor, so that a model
-that barely fits the host's memory can be saved and loaded without a second copy of it.
+that barely fits the host's memory, or does not, can be saved and loaded: one tensor at a time is
+held. safetensors' own writer wants all tensors of a file at once, so the (simple) format is
+written here.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megaslide.errors import InputError
@@ -22,6 +26,24 @@ WEIGHTS_NAME = f"{WEIGHTS_STEM}.safetensors"
 INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 """diffusers' default."""
+DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""safetensors' names."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a file's header says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def write_config(folder: Path, class_name: str, values: Mapping[str, Any]) -> None:
@@ -33,20 +55,21 @@ def write_config(folder: Path, class_name: str, values: Mapping[str, Any]) -> No
 
 def write_weights(
     folder: Path,
-    sizes: Mapping[str, int],
+    specs: Mapping[str, TensorSpec],
     tensors: Iterable[tuple[str, Tensor]],
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write tensors unchanged, replacing earlier weights in `folder`; makes the folder.
 
     Args:
-        sizes: bytes of every tensor by name, in the order in which `tensors` yields them.
-        tensors: names and contiguous CPU tensors; at most one shard of them is held at a time.
+        specs: every tensor by name, in the order in which `tensors` yields them.
+        tensors: names and CPU tensors; one at a time is held.
         max_shard_bytes: more than this goes into several files and an index.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob(f"{WEIGHTS_STEM}*.safetensors*"):
         stale.unlink()
+    sizes = {name: spec.nbytes for name, spec in specs.items()}
     shards = _split(sizes, max_shard_bytes)
     files = [WEIGHTS_NAME]
     if len(shards) > 1:
@@ -55,8 +78,71 @@ def write_weights(
         _write_index(folder / INDEX_NAME, dict(zip(files, shards, strict=True)), sizes)
     source = iter(tensors)
     for file, names in zip(files, shards, strict=True):
-        shard = dict(next(source) for _ in names)
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        shard = (next(source) for _ in names)
+        write_safetensors(folder / file, {name: specs[name] for name in names}, shard)
+
+
+def write_safetensors(
+    path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Write one file; `tensors` gives each of `specs` once, in any order, one held at a time.
+
+    Raises:
+        ValueError: a tensor that is not as its spec says, or that is missing.
+    """
+    # Large items first, as safetensors does, so that every tensor is aligned to its own items.
+    ordered = sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, spec in ordered:
+        entry = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape)}
+        header[name] = entry | {"data_offsets": [end, end + spec.nbytes]}
+        end += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    missing = set(specs)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors:
+            if specs.get(name) != TensorSpec(tuple(tensor.shape), tensor.dtype):
+                raise ValueError(f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}")
+            _write_tensor(file, 8 + len(text) + header[name]["data_offsets"][0], tensor)
+            missing.discard(name)
+    if missing:
+        raise ValueError(f"{path}: {sorted(missing)[0]!r} was not given")
+
+
+class WeightFiles:
+    """A folder's weights, read by name; nothing stays open or in memory between calls.
+
+    Raises:
+        InputError: missing or damaged files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, Path] = {}
+        """The file of each tensor."""
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for path in _weight_files(folder):
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118  (not a dict: it has no iterator)
+                    self.files[name] = path
+                    self.shapes[name] = tuple(file.get_slice(name).get_shape())
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the named tensors, file by file.
+
+        A file is mapped while it is read from and no longer, because what is mapped counts as
+        the process's memory.
+        """
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.files[name], []).append(name)
+        for path, members in by_file.items():
+            with _opened(path) as file:
+                for name in members:
+                    yield name, file.get_tensor(name)
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor, Path]]:
@@ -65,13 +151,9 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor, Path]]:
     Raises:
         InputError: missing or damaged files.
     """
-    for path in _weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118  (not a dict: it has no iterator)
-                    yield key, file.get_tensor(key), path
-        except SafetensorError as error:
-            raise InputError(f"{path}: damaged: {error}", "copy or save the file again") from None
+    weights = WeightFiles(folder)
+    for name, tensor in weights.read(weights.files):
+        yield name, tensor, weights.files[name]
 
 
 def read_json(path: Path, fix: str) -> dict[str, Any]:
@@ -89,6 +171,21 @@ def read_json(path: Path, fix: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"{path}: the top level is a {type(values).__name__}, not an object", fix)
     return values
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise InputError(f"{path}: damaged: {error}", "copy or save the file again") from None
+
+
+def _write_tensor(file: BinaryIO, offset: int, tensor: Tensor) -> None:
+    file.seek(offset)
+    flat = tensor.detach().contiguous().reshape(-1)
+    file.write(flat.view(torch.uint8).numpy().data)
 
 
 def _split(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:

@@ -11,7 +11,6 @@ from megaslide.errors import InputError
 from megaslide.streaming import TransferHooks, stream
 from megaslide.streaming.layout import find_blocks
 from megaslide.streaming.memory import DeviceMemory
-from megaslide.streaming.store import planned_bytes
 from megaslide.tracing import Trace
 
 POISON = TransferHooks(max_delay_s=0.001, poison=True)
@@ -46,15 +45,6 @@ def test_forward_only_streams_each_block_once_per_call() -> None:
     block = streamed.store.units[1].weight_nbytes
     loads = (trace.counters["h2d_bytes"] - streamed.store.units[0].weight_nbytes) / block
     assert loads == 3 * 5 + 1  # the second call's first block was prefetched, and a fourth call's
-
-
-def test_planned_bytes_are_the_allocated_bytes() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        streamed = stream(toys.net(), dtype=dtype, ema_decay=0.9)
-        plan = planned_bytes(streamed.store.units, ema=True)
-        assert streamed.store.nbytes == {kind: n for kind, n in plan.items() if n}
-        per_element = streamed.state_bytes / sum(u.num_elements for u in streamed.store.units)
-        assert per_element == 16  # 12 bytes of state and 4 of moving average
 
 
 def test_model_weights_leave_the_module() -> None:

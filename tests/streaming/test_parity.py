@@ -89,7 +89,7 @@ def test_dropout_recomputes_with_the_same_mask() -> None:
 
 def test_frozen_parameters_neither_move_nor_hold_state() -> None:
     def build() -> toys.Net:
-        model = toys.net()
+        model = toys.net(dim=64)
         for name, p in model.named_parameters():
             p.requires_grad_("up" not in name and "embed" not in name)
         return model
@@ -100,7 +100,7 @@ def test_frozen_parameters_neither_move_nor_hold_state() -> None:
     streamed = stream(build(), hooks=JITTER[0], **ADAMW)
     assert toys.train_streamed(streamed, data) == expected
     assert_same(streamed.state_dict(), weights(plain))
-    whole = stream(toys.net())
+    whole = stream(toys.net(dim=64))
     assert streamed.state_bytes < whole.state_bytes
     assert all("up" not in name for unit in streamed.store.steps for name in unit)
 
@@ -231,8 +231,9 @@ def test_bf16_follows_an_fp32_master() -> None:
     )
     masters = toys.net().state_dict()
     for index, unit in enumerate(streamed.store.units):
-        for p in unit.trainable:  # initialised from fp32 without loss
-            assert torch.equal(streamed.store.read_master(index, p), masters[p.name])
+        with streamed.store.unit(index) as state:
+            for p in unit.trainable:  # initialised from fp32 without loss
+                assert torch.equal(state.read_master(p), masters[p.name])
     before = streamed.state_dict()
     x, c, y = x.bfloat16(), c.bfloat16(), y.bfloat16()
     streamed.module.table = streamed.module.table.bfloat16()

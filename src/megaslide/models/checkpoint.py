@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from megaslide.errors import InputError
-from megaslide.weights import CONFIG_NAME, read_json, read_weights, write_weights
+from megaslide.weights import CONFIG_NAME, TensorSpec, read_json, read_weights, write_weights
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +22,9 @@ Parsed = TypeVar("Parsed")
 def save_weights(model: nn.Module, folder: Path, max_shard_bytes: int) -> None:
     """Write every parameter and buffer of `model`, on any device, bit for bit."""
     state = model.state_dict()
-    sizes = {name: tensor.nbytes for name, tensor in state.items()}
-    tensors = ((name, tensor.detach().cpu().contiguous()) for name, tensor in state.items())
-    write_weights(folder, sizes, tensors, max_shard_bytes)
+    specs = {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in state.items()}
+    tensors = ((name, tensor.detach().cpu()) for name, tensor in state.items())
+    write_weights(folder, specs, tensors, max_shard_bytes)
 
 
 def read_config(

@@ -1,5 +1,6 @@
 """Streaming: a model's state lives in host memory, its blocks visit the device."""
 
+from megaslide.streaming.filling import reset_parameters
 from megaslide.streaming.model import NonFiniteGradientError, StepResult, StreamedModel, stream
 from megaslide.streaming.options import StreamOptions
 from megaslide.streaming.transfer import TransferHooks
@@ -10,5 +11,6 @@ __all__ = [
     "StreamOptions",
     "StreamedModel",
     "TransferHooks",
+    "reset_parameters",
     "stream",
 ]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megaslide.streaming.lanes import Event, copy_bytes
-from megaslide.streaming.layout import ParameterSlice, Segment, Unit, UnitLayout
+from megaslide.streaming.layout import ParameterSlice, Unit, UnitLayout
 from megaslide.streaming.memory import gradient_buffer_sizes
 from megaslide.streaming.store import Store
 from megaslide.streaming.transfer import Transfer
@@ -40,9 +40,9 @@ class Landed:
     total: torch.Tensor | None = None
     """fp32 `[num_elements]` sum, where several bf16 gradients came; else the store has it."""
 
-    def gradient(self, segment: Segment, region: torch.Tensor) -> torch.Tensor:
-        """The segment's gradient `[numel]`, given the store's gradient region of the unit."""
-        return segment.weight(region) if self.total is None else segment.element(self.total)
+    def gradient(self, first: int, stored: torch.Tensor) -> torch.Tensor:
+        """The gradient of elements that begin with the unit's `first`, given what the store has."""
+        return stored if self.total is None else self.total[first:][: stored.numel()]
 
 
 class GradientBuffers:
@@ -120,13 +120,17 @@ class GradientBuffers:
         layout, landed = self._units[unit].layout, self.landed[unit]
         outbound = self._outbound(layout, buffer)
         buffer.landed = self._transfer.d2h(
-            self._store.gradient(unit), outbound, {"gradient computed": self._transfer.record()},
-            layout.name,
-            land=lambda target, arrived: _land(layout, landed, target, arrived, present),
+            self._store.landing_memory(unit), outbound,
+            {"gradient computed": self._transfer.record()}, layout.name,
+            land=lambda _, arrived: self._land(unit, landed, arrived, present),
         )  # fmt: skip
         self._pending.append(buffer.landed)
         if self.on_complete is not None and self._expected[unit] == 0:
             self.on_complete(unit, buffer.landed)
+
+    def _land(self, unit: int, landed: Landed, arrived: torch.Tensor, present: set[str]) -> None:
+        with self._store.landing(unit, keep=bool(landed.norms)) as target:
+            _land(self._units[unit].layout, landed, target, arrived, present)
 
     def _outbound(self, layout: UnitLayout, buffer: _Buffer) -> torch.Tensor:
         if not buffer.outbound.numel():

@@ -3,7 +3,11 @@
 A *unit* is what one copy moves: a block, or the resident unit (everything outside the blocks).
 Its trainable parameters come first, fp32 before bf16, then the frozen ones, so that the optimizer
 sees at most two contiguous segments and the gradient region is a prefix of the weight region.
-Every parameter starts on a multiple of `ALIGN` elements; the padding is zero and stays zero.
+Every parameter starts on a multiple of `ALIGN` elements; the padding is zero and stays zero. Every
+group of equal dtype starts on a multiple of `PAGE` bytes, so that direct I/O can move any group
+alone. Together these are what sharding over ranks will need: element range [r*s, (r+1)*s) of a
+segment, s a multiple of `ALIGN`, is contiguous in each region of the state (weights, masters,
+moments, 8-bit scales, gradients), and no parameter's block of 8-bit codes straddles two ranks.
 
 A parameter that more than one unit uses (tied weights) belongs to the resident unit, so that it
 has one state and one copy.
@@ -15,8 +19,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-ALIGN = 32  # elements: 64 bytes in bf16, one cache line and one AVX-512 vector
+ALIGN = 256
+"""Elements. A multiple of what shares one scale in the 8-bit formats, and whole cache lines in
+every dtype."""
+PAGE = 4096
+"""Bytes. The largest alignment that direct I/O asks for on common devices, and a page of memory."""
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is `size` or more."""
+    return -(-size // multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,6 +230,7 @@ def _layout(
     segments: list[Segment] = []
     nbytes = elements = gradient_nbytes = 0
     for (trainable, group_dtype), members in groups.items():
+        nbytes = round_up(nbytes, PAGE)
         start_bytes, start_elements = nbytes, elements
         for parameter_name, parameter in members:
             slices.append(
@@ -226,7 +240,7 @@ def _layout(
                     element_offset=elements if trainable else -1,
                 )
             )  # fmt: skip
-            padded = -(-parameter.numel() // ALIGN) * ALIGN
+            padded = round_up(parameter.numel(), ALIGN)
             nbytes += padded * group_dtype.itemsize
             elements += padded if trainable else 0
         if trainable:

@@ -4,7 +4,7 @@ An ordinary PyTorch loop survives: call the model, `loss.backward()`, `step()`. 
 forward runs unmodified; only its blocks' weights come and go.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import nn
 from megaslide.streaming import checkpoint
 from megaslide.streaming.activations import Activations
 from megaslide.streaming.executor import Executor
+from megaslide.streaming.filling import fill_store
 from megaslide.streaming.gradients import GradientBuffers
 from megaslide.streaming.lanes import Event
 from megaslide.streaming.layout import Unit, find_blocks, plan_units
@@ -55,7 +56,7 @@ def stream(model: nn.Module, **options: Any) -> "StreamedModel":
 
     Raises:
         ValueError: no blocks found, an unknown name, or an option out of range.
-        InputError: the device budget is too small for one block.
+        InputError: the device budget is too small for one block, or RAM or disk for the state.
         RuntimeError: the device has no transfer backend.
     """
     chosen = StreamOptions(**options)
@@ -64,7 +65,9 @@ def stream(model: nn.Module, **options: Any) -> "StreamedModel":
     units = [resident, *streamed]
     if chosen.device_budget is not None:
         require_budget([u.layout for u in units], chosen.slots, chosen.device_budget)
-    return StreamedModel(model, units, transfer, chosen)
+    store = Store([u.layout for u in units], chosen.store, transfer.trace)
+    fill_store(store, units, chosen.init_weights)
+    return StreamedModel(model, units, store, transfer, chosen)
 
 
 class StreamedModel:
@@ -74,6 +77,7 @@ class StreamedModel:
         self,
         model: nn.Module,
         units: list[Unit],
+        store: Store,
         transfer: Transfer,
         options: StreamOptions,
     ) -> None:
@@ -85,10 +89,9 @@ class StreamedModel:
         self._early: set[int] = set()
         """Units whose update of this step was launched before `step`."""
         self._torn = False
-        self.store = Store([u.layout for u in units], ema=options.ema_decay is not None)
-        for arena in self.store.arenas.values():
-            transfer.memory.exclude(arena)
-        _fill_store(self.store, units)
+        self.store = store
+        for buffer in store.buffers:
+            transfer.memory.exclude(buffer)
         self._optimizer = StreamedAdamW(self.store, self.trace, options.ema_decay)
         blocks = list(range(1, len(units)))
         updated = self._optimizer.updated
@@ -100,8 +103,6 @@ class StreamedModel:
             units, self._slots, self._gradients, Activations(transfer, where, folder),
             options.micro_batch_size, options.shared_inputs, transfer.device.type,
         )  # fmt: skip
-        for unit in blocks:
-            _to_meta(units[unit])
         self._place_resident()
 
     # The training loop ------------------------------------------------------------------------
@@ -151,10 +152,10 @@ class StreamedModel:
         norm, coef = self._clip()
         order = dict.fromkeys([0, *self._executor.order, *range(len(self._units))])
         self._slots.invalidate()
-        for unit in order:
-            if unit not in self._early:
-                landed = self._gradients.landed[unit]
-                self._optimizer.launch(unit, landed, self._settings, coef)
+        landed = self._gradients.landed
+        left = [unit for unit in order if unit not in self._early and landed[unit].norms]
+        for unit, following in zip(left, [*left[1:], None], strict=False):
+            self._optimizer.launch(unit, landed[unit], self._settings, coef, following=following)
         self._early.clear()
         self._gradients.clear()
         self._refresh_resident()
@@ -310,11 +311,12 @@ class StreamedModel:
         self._refresh_resident()
 
     def close(self) -> None:
-        """Stop the worker threads; the state stays readable."""
+        """Stop the worker threads and give the disk back; state in RAM stays readable."""
         self._gradients.finish()
         self._optimizer.finish()
         self._optimizer.close()
         self._transfer.close()
+        self.store.close()
 
     def _quiesce(self) -> None:
         """Finish all that reads or writes the store's weights, and forget what is on the device."""
@@ -355,24 +357,3 @@ def _transfer(options: StreamOptions) -> Transfer:
     if device.type != "cpu":
         raise RuntimeError(f"device {str(device)!r} has no transfer backend yet; use device='cpu'")
     return CpuTransfer(options.trace or Trace(), options.hooks, link_gb_s=options.link_gb_s)
-
-
-def _fill_store(store: Store, units: Sequence[Unit]) -> None:
-    for index, unit in enumerate(units):
-        held = {p.name: use.owner._parameters[use.key] for use, p in unit.uses}
-        for parameter in unit.layout.parameters:
-            value = held[parameter.name]
-            assert value is not None
-            if value.is_meta:
-                continue  # zeros until `load`
-            if parameter.trainable:
-                store.write_master(index, parameter, value)
-            else:
-                store.write_frozen(index, parameter, value.detach())
-
-
-def _to_meta(unit: Unit) -> None:
-    """Leave placeholders: shapes stay visible, and reading one outside its block is an error."""
-    for use, piece in unit.uses:
-        empty = torch.empty(piece.shape, dtype=piece.dtype, device="meta")
-        use.owner._parameters[use.key] = nn.Parameter(empty, requires_grad=piece.trainable)

@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 
 from megaslide.ops.adamw import AdamWSettings
+from megaslide.streaming.filling import Initialiser
+from megaslide.streaming.records import StateFormat
+from megaslide.streaming.store import StoreSettings, Tier
 from megaslide.streaming.transfer import TransferHooks
 from megaslide.tracing import Trace
 
@@ -50,6 +53,18 @@ class StreamOptions:
     """Emulated bandwidth of each direction, in 1e9 bytes per second (CPU only)."""
     ema_decay: float | None = None
     """Keep an exponential moving average of the masters."""
+    tier: Tier = "ram"
+    """Where the state lives: `ram`, or `disk` for a state that is larger."""
+    state_format: StateFormat = "split"
+    """Bytes per bf16 parameter: `master` 14, `split` 12, `split8` 6 with 8-bit moments."""
+    gradient_tier: Tier = "ram"
+    """Where gradients wait for the update; `disk` only with tier `disk`."""
+    disk_path: Path | str | None = None
+    """Folder of the disk tier; its file has no name and goes with the process."""
+    init_weights: Initialiser | None = None
+    """How parameters on the meta device begin: called with every module that holds some, once
+    they have memory, block by block, so that the model is never whole in RAM. `reset_parameters`
+    of `streaming` suits torch's own modules. None leaves them zero until `load`."""
     trace: Trace | None = None
     """Where spans and byte counters are recorded."""
     hooks: TransferHooks | None = None
@@ -62,6 +77,14 @@ class StreamOptions:
             raise ValueError(
                 f"slots={self.slots}; two are needed, one to compute on and one to fill"
             )
+
+    @property
+    def store(self) -> StoreSettings:
+        return StoreSettings(
+            tier=self.tier, state_format=self.state_format, gradient_tier=self.gradient_tier,
+            disk_path=None if self.disk_path is None else Path(self.disk_path),
+            ema=self.ema_decay is not None,
+        )  # fmt: skip
 
     @property
     def adamw(self) -> AdamWSettings:

@@ -63,6 +63,8 @@ class SlotCache:
 
     def prefetch(self, upcoming: list[int]) -> None:
         """Start loading the next units, soonest first, in slots that hold none of them."""
+        absent = [u for u in dict.fromkeys(upcoming) if self._find(u) is None]
+        self._store.read_ahead(absent, self._updated)
         wanted = list(dict.fromkeys(upcoming))[: len(self._slots)]
         for unit in wanted:
             if self._find(unit) is not None:

@@ -264,6 +264,10 @@ class Trainer:
             activation_dir=config.offload.activation_dir,
             device_budget=_bytes(config.offload.device_budget_gb),
             link_gb_s=config.offload.link_gb_s,
+            tier=config.offload.tier,
+            state_format=config.offload.state_format,
+            gradient_tier=config.offload.gradient_tier,
+            disk_path=config.offload.disk_path or self.run / "state",
             ema_decay=config.train.ema_decay if config.train.use_ema else None,
             trace=self.trace,
         )
