@@ -121,15 +121,18 @@ class UnitState:
 
 
 def _write_master(
-    master: torch.Tensor, weight: torch.Tensor, *, residual: torch.Tensor | None = None, **same: Any
+    values: torch.Tensor, weight: torch.Tensor, *, residual: torch.Tensor | None = None, **same: Any
 ) -> None:  # fmt: skip
-    """Set the weight, and its residual if it has one, to fp32 `master`; and `same` to equal it."""
+    """Set the weight, and its residual if it has one, to fp32 `values`; and `same` to equal them.
+
+    Without a residual a bf16 weight is rounded half up all the same, as the optimizer rounds it.
+    """
     if weight.dtype == torch.float32:
-        weight.copy_(master)
+        weight.copy_(values)
     else:
-        split_master_(master.contiguous(), weight, residual)
+        split_master_(values.contiguous(), weight, residual)
     for target in same.values():
-        target.copy_(master)
+        target.copy_(values)
 
 
 @dataclass(frozen=True, slots=True)
