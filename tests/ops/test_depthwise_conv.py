@@ -217,6 +217,8 @@ def test_bf16_output_is_the_nearest_even_and_keeps_special_values() -> None:
         [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -(1 + 2**-8), torch.inf, -torch.inf,
          torch.nan, 0.0, -0.0, 3.4e38, 1e-40]
     )  # fmt: skip
+    all_ones = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(FLOAT)  # a NaN that rounds to -0
+    values = torch.cat([values, all_ones])
     weight = torch.zeros(len(values), 1, 3, 3, 3, dtype=BF16)
     weight[:, :, 1, 1, 1] = 1
     out = depthwise_conv3d(values.view(1, 1, 1, 1, -1), weight, backend="native")
