@@ -378,8 +378,9 @@ def test_a_file_that_is_no_library_is_refused(
 @needs_library
 @pytest.mark.usefixtures("_fresh_library")
 def test_another_interface_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = library.ABI_VERSION
     monkeypatch.setattr(library, "ABI_VERSION", -1)
-    assert "interface version 1, this package needs -1" in (library.why_absent() or "")
+    assert f"interface version {built}, this package needs -1" in (library.why_absent() or "")
 
 
 @needs_library
