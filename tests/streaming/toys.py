@@ -90,3 +90,25 @@ def largest_relative(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
         ).item()
         for k in b
     )
+
+
+def loss_of(model: Any, item: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    x, c, y = item
+    return (model(x, c).float() - y.float()).square().mean()
+
+
+class Stack(nn.Module):
+    """`blocks` one after another, called by a function of (block, hidden, conditioning)."""
+
+    def __init__(self, blocks: list[nn.Module], call: Any, dim: int = 6) -> None:
+        super().__init__()
+        self.embed, self.condition = nn.Linear(5, dim), nn.Linear(3, dim)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(dim, 2)
+        self.call = call
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        hidden, shift = self.embed(x), self.condition(c)
+        for block in self.blocks:
+            hidden = self.call(block, hidden, shift)
+        return self.head(hidden)

@@ -54,7 +54,8 @@ def test_every_key_is_accepted_and_written_at_once(tmp_path: Path) -> None:
 def test_the_keys_are_these() -> None:
     assert " ".join(KEYS) == (
         "train/loss train/grad_norm train/lr eval/loss perf/step_time_s perf/tokens_per_s "
-        "mem/device_peak_gb mem/host_rss_gb offload/h2d_gb offload/wait_s"
+        "mem/device_peak_gb mem/host_rss_gb offload/h2d_gb offload/d2h_gb offload/wait_s "
+        "offload/compute_s offload/h2d_s offload/d2h_s offload/adamw_s offload/overlap"
     )
 
 

@@ -133,11 +133,13 @@ def test_log_reports_every_promised_key(whole: TrainResult) -> None:
     keys = {
         "train/loss", "train/grad_norm", "train/lr", "eval/loss", "perf/step_time_s",
         "perf/tokens_per_s", "mem/device_peak_gb", "mem/host_rss_gb", "offload/h2d_gb",
-        "offload/wait_s",
+        "offload/d2h_gb", "offload/wait_s", "offload/compute_s", "offload/h2d_s", "offload/d2h_s",
+        "offload/adamw_s", "offload/overlap",
     }  # fmt: skip
     assert keys <= last.keys()
     assert all(last[key] is not None for key in keys)
-    assert last["offload/h2d_gb"] > 0
+    assert min(last["offload/h2d_gb"], last["offload/d2h_gb"]) > 0
+    assert 0 < last["offload/overlap"] <= 1
 
 
 def test_validating_and_saving_do_not_touch_training(

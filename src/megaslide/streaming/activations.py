@@ -12,7 +12,7 @@ exactly as long as the tensors they stand for would.
 import os
 import tempfile
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -32,7 +32,10 @@ PAGE = 4096  # bytes; what disks and their caches read and write
 
 
 class Place(Protocol):
-    """Room for activations away from the device."""
+    """Room for activations away from the device.
+
+    Records are used again as soon as nobody needs their contents; the lanes keep the order.
+    """
 
     def claim(self, nbytes: int) -> "Record":
         """Room that nothing else uses until it is given back."""
@@ -44,8 +47,6 @@ class Place(Protocol):
 class Record(Protocol):
     """Room for one tensor."""
 
-    free: Event
-    """Done when the last copy that reads the record is."""
     target: Tensor
     """What a D2H copy is told to write; empty where `write` knows better."""
 
@@ -71,7 +72,8 @@ class Activations:
         self._place: Place | None = None
         if where != "device":
             self._place = _HostPlace(transfer) if where == "host" else _DiskPlace(folder)
-        self._leaving: deque[weakref.ref[_Kept]] = deque()
+        self._leaving: list[tuple[weakref.ref[_Kept], Tensor, Event]] = []
+        """Device memory that a copy may still be reading, and the event after which it is free."""
 
     def keeping(self, call: BlockCall) -> AbstractContextManager[Any]:
         """Within, the tensors that autograd saves are the call's boundary activations."""
@@ -91,10 +93,10 @@ class Activations:
         """Send the previous call's inputs away, except those that this call receives too."""
         if self._place is None or call.previous is None:
             return
-        while self._leaving:  # one block's inputs at a time, so that their memory is bounded
-            kept = self._leaving.popleft()()
-            if kept is not None:
-                self._transfer.wait(kept.left, "activation left")
+        leaving, self._leaving = self._leaving, []
+        for reference, _, left in leaving:  # one block's inputs at a time: bounded memory
+            self._transfer.wait(left, "activation left")
+            if (kept := reference()) is not None:
                 kept.tensor = None
         shared = {t.untyped_storage().data_ptr() for t in inputs}
         for kept in _alive(call.previous):
@@ -113,31 +115,29 @@ class Activations:
         kept.check_unmodified(tensor)
         flat = _flat(tensor)
         record = self._place.claim(flat.nbytes)
-        after = {"activation computed": self._transfer.record(), "record free": record.free}
+        after = {"activation computed": self._transfer.record()}
         kept.hold(self._place, record)
         kept.left = self._transfer.d2h(
             record.target, flat, after, "activation", land=_checked(record, kept.version, tensor)
         )
-        self._leaving.append(weakref.ref(kept))
+        self._leaving.append((weakref.ref(kept), tensor, kept.left))
 
     def _fetch(self, kept: "_Kept") -> None:
         if kept.record is None or kept.tensor is not None or kept.fetched is not None:
             return
         device = self._transfer.device
         flat = torch.empty(kept.nbytes, dtype=torch.uint8, device=device)
-        after = {
-            "activation on the host": kept.left,
-            "activation memory free": self._transfer.record(),
-        }
-        event = self._transfer.h2d(flat, kept.record.read, after, "activation")
-        kept.record.free = event
-        kept.fetched = flat, event
+        # It is away only since compute waited for it to be, so this waits for that too.
+        after = {"activation memory free": self._transfer.record()}
+        kept.fetched = flat, self._transfer.h2d(flat, kept.record.read, after, "activation")
 
     def _unpack(self, kept: "Tensor | _Kept") -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         if kept.tensor is not None:
             kept.check_unmodified(kept.tensor)
+            self._transfer.wait(kept.left, "activation left")  # its memory is free after backward
+            self._leaving = [entry for entry in self._leaving if entry[0]() is not kept]
             return kept.tensor
         self._fetch(kept)
         assert kept.fetched is not None
@@ -174,7 +174,7 @@ class _Kept:
 
 class _HostRecord:
     def __init__(self, region: Tensor) -> None:
-        self.target, self.free = region, Event.completed()
+        self.target = region
 
     def write(self, target: Tensor, arrived: Tensor) -> None:
         copy_bytes(target, arrived)
@@ -200,20 +200,20 @@ class _HostPlace:
 
 class _DiskRecord:
     def __init__(self, file: int, where: str, offset: int, nbytes: int) -> None:
-        self.target, self.free = torch.empty(0, dtype=torch.uint8), Event.completed()
+        self.target = torch.empty(0, dtype=torch.uint8)
         self.offset, self.nbytes = offset, nbytes
         self._file, self._where = file, where
 
     def write(self, target: Tensor, arrived: Tensor) -> None:
         with self._named("writing"):
-            data, done = memoryview(arrived.numpy()), 0
+            data, done = arrived.numpy().data, 0
             while done < self.nbytes:
                 done += os.pwrite(self._file, data[done:], self.offset + done)
 
     def read(self) -> Tensor:
         region = host_memory(self.nbytes)
         with self._named("reading"):
-            data, done = memoryview(region.numpy()), 0
+            data, done = region.numpy().data, 0
             while done < self.nbytes:
                 count = os.preadv(self._file, [data[done:]], self.offset + done)
                 if count == 0:
@@ -234,7 +234,8 @@ class _DiskPlace:
 
     def __init__(self, folder: Path | None) -> None:
         self._where = str(folder or tempfile.gettempdir())
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
         self._end = 0
         self._unused: defaultdict[int, list[Record]] = defaultdict(list)
 
@@ -255,9 +256,15 @@ def _alive(call: BlockCall) -> list[_Kept]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill its storage's bytes without holes, and freeing it frees them."""
-    whole = tensor.untyped_storage().nbytes() == tensor.nbytes > 0
-    return whole and torch._prims_common.is_non_overlapping_and_dense(tensor)
+    """Whether its elements are all of its storage, in some order of its dimensions."""
+    if not 0 < tensor.nbytes == tensor.untyped_storage().nbytes():
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _flat(tensor: Tensor) -> Tensor:

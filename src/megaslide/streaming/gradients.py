@@ -57,7 +57,7 @@ class GradientBuffers:
         self.landed = [Landed() for _ in units]
         """Per unit what arrived since the last step."""
         self.on_complete: Callable[[int, Event], None] | None = None
-        """Told when a unit's last expected gradient is on its way, with the event of its landing."""
+        """Told of each unit whose last expected gradient leaves, and the event of its landing."""
         self._expected = [0 for _ in units]
         self._resident_present: set[str] = set()
 

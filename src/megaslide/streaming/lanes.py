@@ -7,6 +7,7 @@ Every wait says why it is there. The reasons are the list of what the engine's o
 test takes them away one by one, and each must be missed.
 """
 
+import atexit
 import ctypes
 import queue
 import threading
@@ -67,10 +68,11 @@ class Lane:
         self.name = name
         self._trace = trace
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=_drain, args=(self._tasks,), name=name, daemon=True)
-        thread.start()
-        # Also runs at interpreter exit: a thread killed inside torch would abort the process.
-        self._stop = weakref.finalize(self, _stop, self._tasks, thread)
+        self._thread = threading.Thread(target=_drain, args=(self._tasks,), name=name, daemon=True)
+        _running[self._thread] = self._tasks
+        self._thread.start()
+        # No join here: the collector may run on a lane that this one still waits for.
+        weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def submit(
         self, work: Task, name: str, *, after: Mapping[str, Event] = NOTHING, nbytes: int = 0
@@ -94,13 +96,12 @@ class Lane:
 
     def close(self) -> None:
         """Finish what was submitted and stop the thread."""
-        self._stop()
+        self._tasks.put(None)
+        self._thread.join()
 
 
-def _stop(tasks: "queue.SimpleQueue[Task | None]", thread: threading.Thread) -> None:
-    tasks.put(None)
-    if thread is not threading.current_thread():
-        thread.join()
+_running: "dict[threading.Thread, queue.SimpleQueue[Task | None]]" = {}
+"""Threads that have not ended, with what to tell them."""
 
 
 def _drain(tasks: "queue.SimpleQueue[Task | None]") -> None:
@@ -109,3 +110,15 @@ def _drain(tasks: "queue.SimpleQueue[Task | None]") -> None:
     while (task := tasks.get()) is not None:
         task()
         del task  # holds the tensors of a copy, which must be gone when its event is long done
+    _running.pop(threading.current_thread(), None)
+
+
+@atexit.register
+def _end_all() -> None:
+    """At interpreter exit: a thread that is killed inside torch would abort the process.
+
+    Youngest first, each to its end, because what a lane is doing may need an older one.
+    """
+    for thread, tasks in reversed(list(_running.items())):
+        tasks.put(None)
+        thread.join()

@@ -38,7 +38,8 @@ class SlotCache:
         self._transfer, self._store, self._updated = transfer, store, updated
         size = max(store.units[b].weight_nbytes for b in blocks)
         count = min(count, len(blocks))
-        self._slots = [Slot(transfer.allocate(size, "slots")) for _ in range(count)]
+        buffers = [transfer.allocate(size, "slots") for _ in range(count)]
+        self._slots = [Slot(buffer, free=transfer.record()) for buffer in buffers]
 
     def acquire(self, unit: int, upcoming: list[int]) -> torch.Tensor:
         """The unit's weight region on the device, loaded; it stays until `release`.

@@ -31,7 +31,13 @@ KEYS = (
     "mem/device_peak_gb",
     "mem/host_rss_gb",
     "offload/h2d_gb",
+    "offload/d2h_gb",
     "offload/wait_s",
+    "offload/compute_s",
+    "offload/h2d_s",
+    "offload/d2h_s",
+    "offload/adamw_s",
+    "offload/overlap",
 )
 LOG_NAME = "log.jsonl"
 

@@ -27,10 +27,13 @@ from megaslide.evaluation.validation import ValidationLoss, validation_loss
 from megaslide.models.dit import build_model
 from megaslide.sampling import generate, sample_size, save_samples
 from megaslide.streaming import NonFiniteGradientError, StreamedModel, stream
-from megaslide.tracing import Trace
+from megaslide.tracing import Trace, summarize
 from megaslide.training.schedules import learning_rate
 
 logger = logging.getLogger(__name__)
+
+LINKS = ("h2d", "d2h")
+LANES = ("compute", *LINKS, "adamw")
 
 
 class NonFiniteLossError(RuntimeError):
@@ -78,7 +81,8 @@ class Trainer:
             self.model, latents, noise, sigmas, **self._conditioning(batch)
         )
         self._require_finite(per_sample, batch)
-        loss.backward()
+        with self.model.final_backward():
+            loss.backward()
         try:
             result = self.model.step()
         except NonFiniteGradientError as error:
@@ -102,7 +106,7 @@ class Trainer:
 
     def last_step(self) -> dict[str, Any]:
         """Spans of the last step and the bytes it moved."""
-        spans = self.trace.between(*self._last_step)
+        spans = [s for s in self.trace.between(*self._last_step) if s.lane != "wait"]
         moved = {lane: sum(s.nbytes for s in spans if s.lane == lane) for lane in ("h2d", "d2h")}
         return {
             "last_step_spans": spans,
@@ -128,13 +132,16 @@ class Trainer:
         return len(latents) * latents[0, 0].numel() // math.prod(self._patch_size)
 
     def _resources(self, before: dict[str, float]) -> dict[str, float]:
-        now = self.trace.snapshot()
-        moved = {key: now[key] - before.get(key, 0.0) for key in now}
+        traced = summarize(before, self.trace.snapshot())
+        lanes = {f"offload/{lane}_s": traced.busy_s.get(lane, 0.0) for lane in LANES}
+        moved = {f"offload/{link}_gb": traced.nbytes.get(link, 0) / 1e9 for link in LINKS}
         return {
             "mem/device_peak_gb": self.model.device_peak_bytes / 1e9,
             "mem/host_rss_gb": psutil.Process().memory_info().rss / 1e9,
-            "offload/h2d_gb": moved.get("h2d_bytes", 0.0) / 1e9,
-            "offload/wait_s": moved.get("wait_s", 0.0),
+            **moved,
+            "offload/wait_s": traced.wait_s,
+            **lanes,
+            "offload/overlap": traced.overlap,
         }
 
     def _require_finite(self, per_sample: torch.Tensor, batch: Batch) -> None:
@@ -257,6 +264,10 @@ class Trainer:
             state_format=config.offload.state_format,
             gradient_tier=config.offload.gradient_tier,
             disk_path=config.offload.disk_path or self.run / "state",
+            activations=config.offload.activations,
+            activation_dir=config.offload.activation_dir,
+            device_budget=_bytes(config.offload.device_budget_gb),
+            link_gb_s=config.offload.link_gb_s,
             ema_decay=config.train.ema_decay if config.train.use_ema else None,
             trace=self.trace,
         )
@@ -282,6 +293,10 @@ def _device(config: Config) -> str:
     if config.offload.device != "auto":
         return config.offload.device
     return "cpu"  # the only transfer backend so far
+
+
+def _bytes(gigabytes: float | None) -> int | None:
+    return None if gigabytes is None else int(gigabytes * 1e9)
 
 
 def _encode(state: torch.Tensor) -> str:

@@ -1,0 +1,170 @@
+"""How much of the transfer streaming hides, on an emulated link.
+
+    python benchmarks/bench_streaming.py [--json FILE]
+
+Blocks are real matrix products on one thread; the link's bandwidth is then set from the measured
+compute time, so that transfer and compute stand in the wanted ratio on any machine. `sync` is the
+same engine with every copy waited for where it is started. A correctness gate comes first.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megaslide.planning.hardware import probe
+from megaslide.streaming import StreamedModel, TransferHooks, stream
+from megaslide.tracing import TraceSummary, summarize
+
+DIM, DEPTH, TOKENS, STEPS = 512, 24, 256, 3
+MICRO_BATCHES = (1, 4, 16)
+RELATIVE = 1e-6
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(torch.relu(self.up(hidden)))
+
+
+class Net(nn.Module):
+    def __init__(self, dim: int = DIM, depth: int = DEPTH) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, dim), nn.Linear(dim, 8)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def build(**options: Any) -> StreamedModel:
+    torch.manual_seed(0)
+    return stream(Net(), micro_batch_size=1, lr=1e-4, **options)
+
+
+def step(model: StreamedModel, batch: int, tokens: int) -> float:
+    """One optimizer step on `batch` micro-batches of `tokens` tokens; the loss."""
+    x = torch.randn(batch, tokens, 8, generator=torch.Generator().manual_seed(batch))
+    loss = model(x).square().mean()
+    loss.backward()
+    model.step()
+    return loss.item()
+
+
+def measure(batch: int = 1, tokens: int = TOKENS, **options: Any) -> tuple[float, TraceSummary]:
+    """Median seconds per step, and what the lanes did in all of them."""
+    model = build(**options)
+    step(model, batch, tokens)  # fills the slots and the caches
+    before, seconds = model.trace.snapshot(), []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        step(model, batch, tokens)
+        seconds.append(time.perf_counter() - start)
+    summary = summarize(before, model.trace.snapshot())
+    model.close()
+    return statistics.median(seconds), summary
+
+
+def correct() -> None:
+    """Streamed over a slow link is plain PyTorch; refuses to measure anything else."""
+    torch.manual_seed(0)
+    plain, streamed = Net(dim=64), stream(_seeded(), micro_batch_size=1, lr=1e-4, link_gb_s=0.5)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
+    for _ in range(3):
+        x = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(2))
+        loss = plain(x).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        got = step(streamed, 2, 16)
+        if abs(got - loss.item()) > RELATIVE * abs(loss.item()):
+            raise SystemExit(f"gate: streamed loss {got}, plain PyTorch {loss.item()}")
+    streamed.close()
+
+
+def _seeded() -> Net:
+    torch.manual_seed(0)
+    return Net(dim=64)
+
+
+def bytes_identity(model: StreamedModel, summary: TraceSummary, slots: int) -> bool:
+    """Weights twice less what is in slots at the turn, gradients once, per step."""
+    block, resident = model.store.units[1], model.store.units[0]
+    down = (2 * DEPTH - slots) * block.weight_nbytes + resident.weight_nbytes
+    up = sum(u.gradient_nbytes for u in model.store.units)
+    return summary.nbytes["h2d"] == STEPS * down and summary.nbytes["d2h"] == STEPS * up
+
+
+def link_for(compute_s: float, share: float) -> float:
+    """GB/s at which all copies of a step, one after another, take `share` of its compute."""
+    model = build()
+    block = model.store.units[1].weight_nbytes
+    nbytes = (2 * DEPTH - 2 + DEPTH) * block
+    model.close()
+    return nbytes / (share * compute_s) / 1e9
+
+
+def run() -> dict[str, Any]:
+    correct()
+    compute_s = measure()[1].busy_s["compute"] / STEPS
+    balanced = link_for(compute_s, 1.0)
+    asynchronous, _ = measure(link_gb_s=balanced)
+    synchronous, _ = measure(link_gb_s=balanced, hooks=TransferHooks(synchronous=True))
+    _, compute_bound = measure(link_gb_s=link_for(compute_s, 0.4))
+    _, transfer_bound = measure(link_gb_s=link_for(compute_s, 3.0))
+    # With 1 micro-batch the link takes four times the compute, so that tokens come free at first.
+    slow = link_for(compute_s, 4.0)
+    tokens_per_s, identities = {}, []
+    for count in MICRO_BATCHES:
+        seconds, summary = measure(batch=count, link_gb_s=slow)
+        tokens_per_s[str(count)] = count * TOKENS / seconds
+        identities.append(bytes_identity(build(), summary, slots=2))
+    return {
+        "async_over_sync": synchronous / asynchronous,
+        "overlap_compute_bound": compute_bound.overlap,
+        "overlap_transfer_bound": transfer_bound.overlap,
+        "bytes_identity": all(identities),
+        "tokens_per_s": tokens_per_s,
+        "compute_s": compute_s,
+        "balanced_link_gb_s": balanced,
+        "step_s": {"async": asynchronous, "sync": synchronous},
+        "gate": f"losses of 3 steps within {RELATIVE} of plain PyTorch",
+        "threads": torch.get_num_threads(),
+        "commit": _commit(),
+        "machine": probe(Path.cwd()).to_dict(),
+    }
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    return subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    ).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # copies and AdamW have the other cores
+    text = json.dumps(run(), indent=2)
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
