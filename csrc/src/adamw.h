@@ -7,8 +7,11 @@
 
 namespace megaslide {
 
-// Elements that are updated together: a block of 8-bit moments, and whole cache lines of all else.
-constexpr int64_t kGroup = MEGASLIDE_ADAMW_BLOCK;
+constexpr int64_t kBlock = MEGASLIDE_ADAMW_BLOCK;
+
+// Elements that are updated together. Two blocks of 8-bit moments, because what is computed of the
+// second hides how long the scale of the first takes.
+constexpr int64_t kGroup = 2 * kBlock;
 
 struct AdamWArrays {
   megaslide_adamw_state state;

@@ -16,28 +16,22 @@ namespace {
 
 enum class Master { whole, rounded, split };  // megaslide.h: what the fp32 master is made of
 
-typedef Vec<kLanes, uint16_t> Halves;
-
 constexpr uint32_t kNaN = 0x7fc00000;
 
 // ---- master and gradient ----------------------------------------------------------------------
 
-MEGASLIDE_INLINE Bits widened(const uint16_t *from) {
-  return __builtin_convertvector(load<kLanes>(from), Bits) << 16;
-}
-
 MEGASLIDE_INLINE Floats load_gradient(const float *from) { return load<kLanes>(from); }
 
-MEGASLIDE_INLINE Floats load_gradient(const uint16_t *from) { return (Floats)widened(from); }
+MEGASLIDE_INLINE Floats load_gradient(const uint16_t *from) {
+  return (Floats)(widened(from) << 16);
+}
 
 template <Master kMaster>
 MEGASLIDE_INLINE Floats load_master(const megaslide_adamw_state &at, int64_t i) {
   if constexpr (kMaster != Master::split) {
     return load<kLanes>(at.master + i);
   } else {
-    typedef Vec<kLanes, int32_t> Signed;
-    const Signed low = __builtin_convertvector(load<kLanes>(at.residual + i), Signed);
-    return (Floats)(widened(at.weight + i) + (Bits)low);
+    return (Floats)((widened(at.weight + i) << 16) + widened(at.residual + i));
   }
 }
 
@@ -47,23 +41,47 @@ MEGASLIDE_INLINE void store_master(const megaslide_adamw_state &at, int64_t i, F
   if constexpr (kMaster != Master::whole) {
     // Rounding up could turn a NaN's bits into those of a number.
     const Bits bits = master == master ? (Bits)master : Bits{} + kNaN;
-    const Halves high = __builtin_convertvector((bits + 0x8000u) >> 16, Halves);
-    store<kLanes>(at.weight + i, high);
+    store_narrow(at.weight + i, (bits + 0x8000u) >> 16);
+    // The residual is bits - (high << 16), whose upper half is its sign alone.
     if constexpr (kMaster == Master::split) {
-      // bits - (high << 16), whose upper half is the sign alone.
-      store<kLanes>(reinterpret_cast<uint16_t *>(at.residual) + i,
-                    __builtin_convertvector(bits, Halves));
+      store_narrow(reinterpret_cast<uint16_t *>(at.residual) + i, bits);
     }
   }
 }
 
 // ---- one group --------------------------------------------------------------------------------
 
-// torch's lerp: from the nearer end, so that a weight of 1 gives `to` itself.
-MEGASLIDE_INLINE Floats lerp(Floats from, Floats to, float weight) {
-  const bool near = weight < 0.5f;
-  return fused(broadcast(near ? weight : weight - 1.0f), to - from, near ? from : to);
-}
+// torch's lerp goes from the nearer end, so that a weight of 1 gives the far end itself.
+struct Lerp {
+  Floats weight;
+  bool near;
+  explicit Lerp(float by) : weight(broadcast(by < 0.5f ? by : by - 1.0f)), near(by < 0.5f) {}
+
+  MEGASLIDE_INLINE Floats operator()(Floats from, Floats to) const {
+    return fused(weight, to - from, near ? from : to);
+  }
+};
+
+// The coefficients in registers: as locals no store can be taken to change them.
+struct Numbers {
+  Lerp exp_avg, ema;
+  Floats grad_scale, decay, beta2, exp_avg_sq_weight, root_correction, eps, step_size;
+  uint32_t noise_key;
+  int32_t root;
+
+  explicit Numbers(const megaslide_adamw_coefficients &by)
+      : exp_avg(by.exp_avg_weight),
+        ema(by.ema_weight),
+        grad_scale(broadcast(by.grad_scale)),
+        decay(broadcast(by.decay)),
+        beta2(broadcast(by.beta2)),
+        exp_avg_sq_weight(broadcast(by.exp_avg_sq_weight)),
+        root_correction(broadcast(by.root_correction)),
+        eps(broadcast(by.eps)),
+        step_size(broadcast(by.step_size)),
+        noise_key(noise_key_of(by.step)),
+        root(by.root) {}
+};
 
 MEGASLIDE_INLINE Floats root_of(Floats x, [[maybe_unused]] int32_t root) {
 #if defined(MEGASLIDE_NEWTON_ROOT)
@@ -74,19 +92,16 @@ MEGASLIDE_INLINE Floats root_of(Floats x, [[maybe_unused]] int32_t root) {
 
 // Moments go in and out by reference; the result is the root of exp_avg_sq.
 template <Master kMaster, bool kEma>
-MEGASLIDE_INLINE Floats update_lanes(const megaslide_adamw_state &at,
-                                     const megaslide_adamw_coefficients &by, int64_t i,
+MEGASLIDE_INLINE Floats update_lanes(const megaslide_adamw_state &at, const Numbers &by, int64_t i,
                                      Floats grad, Floats &exp_avg, Floats &exp_avg_sq) {
   grad *= by.grad_scale;
   Floats master = load_master<kMaster>(at, i) * by.decay;
-  exp_avg = lerp(exp_avg, grad, by.exp_avg_weight);
+  exp_avg = by.exp_avg(exp_avg, grad);
   exp_avg_sq = fused(grad * by.exp_avg_sq_weight, grad, exp_avg_sq * by.beta2);
   const Floats root = root_of(exp_avg_sq, by.root);
   master += exp_avg * by.step_size / (root / by.root_correction + by.eps);
   store_master<kMaster>(at, i, master);
-  if constexpr (kEma) {
-    store<kLanes>(at.ema + i, lerp(load<kLanes>(at.ema + i), master, by.ema_weight));
-  }
+  if constexpr (kEma) store<kLanes>(at.ema + i, by.ema(load<kLanes>(at.ema + i), master));
   return root;
 }
 
@@ -95,8 +110,7 @@ struct Fp32Moments {
 
   template <Master kMaster, bool kEma, typename Grad>
   static MEGASLIDE_INLINE void update_group(const megaslide_adamw_state &at, const Grad *grad,
-                                            const megaslide_adamw_coefficients &by, int64_t first,
-                                            uint32_t) {
+                                            const Numbers &by, int64_t first, uint32_t) {
     auto *exp_avgs = static_cast<float *>(at.exp_avg);
     auto *exp_avg_sqs = static_cast<float *>(at.exp_avg_sq);
     for (int64_t i = first; i < first + kGroup; i += kLanes) {
@@ -108,40 +122,67 @@ struct Fp32Moments {
   }
 };
 
-// Two passes over a group, because a code needs the largest number of its block.
+// The new moments of a block, until the largest of them are known.
+struct Block {
+  Floats exp_avg[kBlock / kLanes], root[kBlock / kLanes];
+  float exp_avg_scale, root_scale;
+};
+
 struct CodedMoments {
   using Stored = uint8_t;
 
   template <Master kMaster, bool kEma, typename Grad>
   static MEGASLIDE_INLINE void update_group(const megaslide_adamw_state &at, const Grad *grad,
-                                            const megaslide_adamw_coefficients &by, int64_t first,
-                                            uint32_t element) {
+                                            const Numbers &by, int64_t first, uint32_t element) {
+    Block blocks[kGroup / kBlock];
+    for (int64_t b = 0; b < kGroup / kBlock; ++b) {
+      update_block<kMaster, kEma>(at, grad, by, first + b * kBlock, blocks[b]);
+    }
+    for (int64_t b = 0; b < kGroup / kBlock; ++b) {
+      const int64_t offset = b * kBlock;
+      store_block(at, by, first + offset, element + static_cast<uint32_t>(offset), blocks[b]);
+    }
+  }
+
+  template <Master kMaster, bool kEma, typename Grad>
+  static MEGASLIDE_INLINE void update_block(const megaslide_adamw_state &at, const Grad *grad,
+                                            const Numbers &by, int64_t first, Block &block) {
+    const auto *exp_avg_codes = static_cast<const uint8_t *>(at.exp_avg);
+    const auto *root_codes = static_cast<const uint8_t *>(at.exp_avg_sq);
+    const float exp_avg_scale = at.exp_avg_scale[first / kBlock];
+    const float root_scale = at.exp_avg_sq_scale[first / kBlock];
+    Bits exp_avg_most = {}, root_most = {};
+    for (int64_t j = 0; j < kBlock / kLanes; ++j) {
+      const int64_t i = first + j * kLanes;
+      const Floats old_root = decoded<kRootCode>(root_codes + i, root_scale);
+      Floats exp_avg = decoded<kExpAvgCode>(exp_avg_codes + i, exp_avg_scale);
+      Floats exp_avg_sq = old_root * old_root;
+      const Floats root =
+          update_lanes<kMaster, kEma>(at, by, i, load_gradient(grad + i), exp_avg, exp_avg_sq);
+      exp_avg_most = larger(exp_avg_most, magnitude_bits(exp_avg));
+      root_most = larger(root_most, (Bits)root);
+      block.exp_avg[j] = exp_avg;
+      block.root[j] = root;
+    }
+    block.exp_avg_scale = largest_of(exp_avg_most);
+    block.root_scale = largest_of(root_most);
+  }
+
+  static MEGASLIDE_INLINE void store_block(const megaslide_adamw_state &at, const Numbers &by,
+                                           int64_t first, uint32_t element, const Block &block) {
     auto *exp_avg_codes = static_cast<uint8_t *>(at.exp_avg) + first;
     auto *root_codes = static_cast<uint8_t *>(at.exp_avg_sq) + first;
-    float &exp_avg_scale = at.exp_avg_scale[first / kGroup];
-    float &root_scale = at.exp_avg_sq_scale[first / kGroup];
-    Floats exp_avg[kGroup / kLanes], root[kGroup / kLanes];
-    Bits exp_avg_most = {}, root_most = {};
-    for (int64_t j = 0; j < kGroup / kLanes; ++j) {
+    at.exp_avg_scale[first / kBlock] = block.exp_avg_scale;
+    at.exp_avg_sq_scale[first / kBlock] = block.root_scale;
+    const float exp_avg_inverse = inverse_of<kExpAvgCode>(block.exp_avg_scale);
+    const float root_inverse = inverse_of<kRootCode>(block.root_scale);
+    Bits seeds = seeds_of(element, by.noise_key);
+    for (int64_t j = 0; j < kBlock / kLanes; ++j, seeds += kLanes * kSeedStep) {
       const int64_t i = j * kLanes;
-      const Floats old_root = decoded<kRootCode>(root_codes + i, root_scale);
-      Floats exp_avg_sq = old_root * old_root;
-      exp_avg[j] = decoded<kExpAvgCode>(exp_avg_codes + i, exp_avg_scale);
-      root[j] = update_lanes<kMaster, kEma>(at, by, first + i, load_gradient(grad + first + i),
-                                            exp_avg[j], exp_avg_sq);
-      exp_avg_most = larger(exp_avg_most, magnitude_bits(exp_avg[j]));
-      root_most = larger(root_most, magnitude_bits(root[j]));
-    }
-    exp_avg_scale = largest_of(exp_avg_most);
-    root_scale = largest_of(root_most);
-    const float exp_avg_inverse = inverse_of<kExpAvgCode>(exp_avg_scale);
-    const float root_inverse = inverse_of<kRootCode>(root_scale);
-    const Bits key = mixed(Bits{} + by.step);
-    for (int64_t j = 0; j < kGroup / kLanes; ++j) {
-      const int64_t i = j * kLanes;
-      const Bits noise = noise_of(element + static_cast<uint32_t>(i), key);
-      encode<kExpAvgCode>(exp_avg_codes + i, exp_avg[j], exp_avg_inverse, noise & 0xffffu);
-      encode<kRootCode>(root_codes + i, root[j], root_inverse, noise >> kNoiseBits);
+      const Bits noise = noise_of(seeds);
+      encode<kExpAvgCode>(exp_avg_codes + i, block.exp_avg[j], exp_avg_inverse,
+                          noise & ((1u << kStepBits) - 1));
+      encode<kRootCode>(root_codes + i, block.root[j], root_inverse, noise >> (32 - kStepBits));
     }
   }
 };
@@ -171,13 +212,16 @@ T *moved(T *pointer, int64_t by) {
 
 template <typename Moments, Master kMaster, bool kEma, typename Grad>
 void update_last(const megaslide_adamw_state &at, const Grad *grad,
-                 const megaslide_adamw_coefficients &by, int64_t first, int64_t count) {
+                 const Numbers &by, int64_t first, int64_t count) {
   using Stored = typename Moments::Stored;
   Completed master(moved(at.master, first), count), ema(moved(at.ema, first), count);
   Completed weight(moved(at.weight, first), count);
   Completed residual(moved(at.residual, first), count);
   Completed exp_avg(static_cast<Stored *>(at.exp_avg) + first, count);
   Completed exp_avg_sq(static_cast<Stored *>(at.exp_avg_sq) + first, count);
+  const int64_t block = first / kBlock, blocks = (count + kBlock - 1) / kBlock;
+  Completed exp_avg_scale(moved(at.exp_avg_scale, block), blocks);
+  Completed exp_avg_sq_scale(moved(at.exp_avg_sq_scale, block), blocks);
   Grad gradient[kGroup] = {};
   __builtin_memcpy(gradient, grad + first, count * sizeof(Grad));
   const megaslide_adamw_state completed{kGroup,
@@ -186,8 +230,8 @@ void update_last(const megaslide_adamw_state &at, const Grad *grad,
                                         residual.given(),
                                         exp_avg.data,
                                         exp_avg_sq.data,
-                                        moved(at.exp_avg_scale, first / kGroup),
-                                        moved(at.exp_avg_sq_scale, first / kGroup),
+                                        exp_avg_scale.given(),
+                                        exp_avg_sq_scale.given(),
                                         ema.given()};
   Moments::template update_group<kMaster, kEma>(completed, gradient, by, 0,
                                                 static_cast<uint32_t>(first));
@@ -196,19 +240,23 @@ void update_last(const megaslide_adamw_state &at, const Grad *grad,
   residual.write_back();
   exp_avg.write_back();
   exp_avg_sq.write_back();
+  exp_avg_scale.write_back();
+  exp_avg_sq_scale.write_back();
   ema.write_back();
 }
 
 template <typename Moments, Master kMaster, bool kEma, typename Grad>
-void update_range(const AdamWArrays &arrays, const megaslide_adamw_coefficients &by, int64_t first,
-                  int64_t last) {
+void update_range(const AdamWArrays &arrays, const megaslide_adamw_coefficients &coefficients,
+                  int64_t first, int64_t last) {
+  const megaslide_adamw_state at = arrays.state;
+  const Numbers by(coefficients);
   const auto *grad = static_cast<const Grad *>(arrays.grad);
   for (; last - first >= kGroup; first += kGroup) {
-    Moments::template update_group<kMaster, kEma>(arrays.state, grad, by, first,
+    Moments::template update_group<kMaster, kEma>(at, grad, by, first,
                                                   static_cast<uint32_t>(first));
   }
   if (first < last) {
-    update_last<Moments, kMaster, kEma>(arrays.state, grad, by, first, last - first);
+    update_last<Moments, kMaster, kEma>(at, grad, by, first, last - first);
   }
 }
 

@@ -6,7 +6,13 @@
 #include <cstdint>
 
 #if defined(__x86_64__) || defined(__i386__)
+// g++ 12 takes the header's own "undefined" operands for uninitialised variables.
+#pragma GCC diagnostic push
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 namespace megaslide {
@@ -51,12 +57,61 @@ MEGASLIDE_INLINE void store(T *to, Vec<W, T> x) {
   __builtin_memcpy(to, &x, sizeof x);
 }
 
-// ---- one rounding per operation ---------------------------------------------------------------
-
 typedef Vec<kLanes> Floats;
 typedef Vec<kLanes, uint32_t> Bits;
 
 MEGASLIDE_INLINE Floats broadcast(float x) { return Floats{} + x; }
+
+// ---- narrow integers: compilers take the portable form apart lane by lane ----------------------
+
+MEGASLIDE_INLINE Bits widened(const uint8_t *from) {
+#if defined(__AVX512F__)
+  return (Bits)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+#elif defined(__AVX2__)
+  return (Bits)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from)));
+#else
+  return __builtin_convertvector(load<kLanes>(from), Bits);
+#endif
+}
+
+MEGASLIDE_INLINE Bits widened(const uint16_t *from) {
+#if defined(__AVX512F__)
+  const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from));
+  return (Bits)_mm512_cvtepu16_epi32(narrow);
+#else
+  return __builtin_convertvector(load<kLanes>(from), Bits);
+#endif
+}
+
+// With the sign in the new bits.
+MEGASLIDE_INLINE Bits widened(const int16_t *from) {
+#if defined(__AVX512F__)
+  const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from));
+  return (Bits)_mm512_cvtepi16_epi32(narrow);
+#else
+  return (Bits)__builtin_convertvector(load<kLanes>(from), Vec<kLanes, int32_t>);
+#endif
+}
+
+// The lower bits of each lane.
+MEGASLIDE_INLINE void store_narrow(uint8_t *to, Bits x) {
+#if defined(__AVX512F__)
+  _mm512_mask_cvtepi32_storeu_epi8(to, 0xffff, (__m512i)x);
+#else
+  store<kLanes>(to, __builtin_convertvector(x, Vec<kLanes, uint8_t>));
+#endif
+}
+
+MEGASLIDE_INLINE void store_narrow(uint16_t *to, Bits x) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(to),
+                      _mm512_cvtepi32_epi16((__m512i)x));
+#else
+  store<kLanes>(to, __builtin_convertvector(x, Vec<kLanes, uint16_t>));
+#endif
+}
+
+// ---- one rounding per operation ---------------------------------------------------------------
 
 // a * b + c, rounded once, also where the compiler may not contract a product and a sum.
 MEGASLIDE_INLINE Floats fused(Floats a, Floats b, Floats c) {
@@ -73,7 +128,7 @@ MEGASLIDE_INLINE Floats fused(Floats a, Floats b, Floats c) {
 // Rounded to the nearest float.
 MEGASLIDE_INLINE Floats square_root(Floats x) {
 #if defined(__AVX512F__)
-  return _mm512_maskz_sqrt_ps(0xffff, x);  // the plain form makes g++ 12 warn
+  return _mm512_sqrt_ps(x);
 #elif defined(__AVX__)
   return _mm256_sqrt_ps(x);
 #elif defined(__SSE2__)
@@ -92,7 +147,7 @@ MEGASLIDE_INLINE Floats square_root(Floats x) {
 MEGASLIDE_INLINE Floats newton_root(Floats x) {
   const __mmask16 small = _mm512_cmp_ps_mask(x, broadcast(0x1p-96f), _CMP_LT_OQ);
   const Floats near = _mm512_mask_mul_ps(x, small, x, broadcast(0x1p64f));
-  const Floats estimate = _mm512_maskz_rsqrt14_ps(0xffff, near);
+  const Floats estimate = _mm512_rsqrt14_ps(near);
   const Floats root = near * estimate;
   const Floats residual = _mm512_fnmadd_ps(root, root, near);
   const Floats better = fused(residual, estimate * 0.5f, root);

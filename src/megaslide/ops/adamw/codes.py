@@ -1,7 +1,7 @@
 """8-bit moments that do not stall: codes of a block of elements relative to its largest.
 
-A magnitude x of a block whose largest is `scale` becomes y = offset + (1 - offset) * x / scale,
-whose float32 bits, cut to four bits of mantissa, are the code: 16 codes per octave down to
+A magnitude x of a block whose largest is `scale` becomes y = offset + (TOP - offset) * x / scale,
+whose float32 bits, cut to four bits of mantissa, hold the code: 16 codes per octave down to
 `offset`, and equal steps from there to 0. exp_avg has a sign and 127 magnitudes, which span 8
 octaves. Of exp_avg_sq the square root is kept, which halves its range in octaves: 255 magnitudes
 span 16, so that rows with outliers keep their small elements.
@@ -23,8 +23,9 @@ from torch.nn import functional as F
 BLOCK8 = 128
 """Elements that share one scale; MEGASLIDE_ADAMW_BLOCK of csrc/include/megaslide.h."""
 
-STEP_BITS, NOISE_BITS = 19, 16
-ONE_BITS = 0x3F800000
+STEP_BITS = 19
+TOP_BITS, TOP = 0x3FF80000, 1.9375
+"""With it `offset` is a power of two, and a code the lower bits of what is cut."""
 MASK32 = 0xFFFFFFFF
 SMALLEST_SCALE = 2.0**-100
 """Blocks below it are zero; the reciprocal of a denormal would be infinite."""
@@ -32,22 +33,25 @@ SMALLEST_SCALE = 2.0**-100
 
 @dataclass(frozen=True)
 class Code:
-    """A code of `most` magnitudes above zero, with or without a sign in the bit above them."""
+    """A code of `most` magnitudes above zero: 127, with a sign in the bit above them, or 255."""
 
     most: int
-    has_sign: bool
+
+    @property
+    def has_sign(self) -> bool:
+        return self.most == 127
 
     @property
     def offset_bits(self) -> int:
-        return ONE_BITS - (self.most << STEP_BITS)
+        return TOP_BITS - (self.most << STEP_BITS)
 
     @property
     def offset(self) -> float:
-        return torch.tensor(self.offset_bits, dtype=torch.int32).view(torch.float32).item()
+        return 2.0 ** ((self.offset_bits >> 23) - 127)
 
 
-EXP_AVG = Code(127, has_sign=True)
-ROOT = Code(255, has_sign=False)
+EXP_AVG = Code(127)
+ROOT = Code(255)
 
 
 def num_blocks(n: int) -> int:
@@ -58,7 +62,7 @@ def decode(codes: Tensor, scale: Tensor, code: Code) -> Tensor:
     """float32 `[n]` of uint8 codes `[n]` and float32 scales `[b]`."""
     wide = codes.to(torch.int32)
     y = (((wide & code.most) << STEP_BITS) + code.offset_bits).view(torch.float32)
-    unit = (scale * (1 / (1 - code.offset))).repeat_interleave(BLOCK8)[: len(codes)]
+    unit = (scale * (1 / (TOP - code.offset))).repeat_interleave(BLOCK8)[: len(codes)]
     magnitude = (y - code.offset) * unit
     return torch.where(wide > code.most, -magnitude, magnitude)
 
@@ -66,18 +70,18 @@ def decode(codes: Tensor, scale: Tensor, code: Code) -> Tensor:
 def encode_(x: Tensor, codes: Tensor, scale: Tensor, code: Code, noise: Tensor) -> None:
     """Store float32 `x` `[n]` as uint8 `codes` `[n]` and float32 `scale` `[b]`.
 
-    `noise` is int32 `[n]` in [0, 2^NOISE_BITS). A block that is not finite gets a scale that is
+    `noise` is int32 `[n]` in [0, 2^STEP_BITS). A block that is not finite gets a scale that is
     not finite, and decodes to NaN.
     """
     magnitude = x.view(torch.int32) & 0x7FFFFFFF
     padded = F.pad(magnitude, (0, -len(x) % BLOCK8)).view(-1, BLOCK8)
     scale.copy_(padded.amax(1).view(torch.float32))
     usable = scale.isfinite() & (scale >= SMALLEST_SCALE)
-    inverse = torch.full_like(scale, 1 - code.offset).div_(scale).masked_fill_(~usable, 0)
+    inverse = torch.full_like(scale, TOP - code.offset).div_(scale).masked_fill_(~usable, 0)
     inverse = inverse.repeat_interleave(BLOCK8)[: len(x)]
-    y = magnitude.view(torch.float32) * inverse + code.offset
-    above = y.view(torch.int32) - code.offset_bits + (noise << (STEP_BITS - NOISE_BITS))
-    found = (above >> STEP_BITS).clamp_(max=code.most)
+    y = torch.full_like(x, code.offset).addcmul_(magnitude.view(torch.float32), inverse)
+    cut = (y.view(torch.int32) + noise) >> STEP_BITS
+    found = cut.clamp_(max=TOP_BITS >> STEP_BITS) & code.most
     if code.has_sign:
         found |= (x.view(torch.int32) >> 24) & 0x80
     else:
@@ -86,14 +90,20 @@ def encode_(x: Tensor, codes: Tensor, scale: Tensor, code: Code, noise: Tensor) 
 
 
 def noise(first: int, count: int, step: int) -> tuple[Tensor, Tensor]:
-    """Random bits for exp_avg and for the root of `count` elements from `first` on, int32 `[count]`."""
+    """For exp_avg and for the root of `count` elements from `first` on: random, int32 `[count]`.
+
+    In [0, 2^STEP_BITS). Of 32 random bits both take 19; the six they share weigh least in the root.
+    """
     index = torch.arange(first, first + count, dtype=torch.int64)
-    bits = _mixed((index + _mixed(torch.tensor(step))) & MASK32)
-    return (bits & 0xFFFF).to(torch.int32), (bits >> NOISE_BITS).to(torch.int32)
+    seeds = (index * 0x9E3779B9 + _mixed(step)) & MASK32
+    bits = ((seeds ^ (seeds >> 16)) * 0xC2B2AE35) & MASK32
+    low = bits & ((1 << STEP_BITS) - 1)
+    return low.to(torch.int32), (bits >> (32 - STEP_BITS)).to(torch.int32)
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """32 bits, each of which depends on all of x (the finalizer of MurmurHash3); int64 in and out."""
+def _mixed(x: int) -> int:
+    """32 bits, each of which depends on all of the lower 32 of x (MurmurHash3's finalizer)."""
+    x &= MASK32
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & MASK32
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & MASK32
     return x ^ (x >> 16)
