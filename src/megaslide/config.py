@@ -210,6 +210,14 @@ class OffloadConfig(Section):
     """Device-side buffers, one block each."""
     micro_batch_size: int | None = Field(None, gt=0)
     """Clips per pass through a block; null takes train.train_batch_size."""
+    tier: Literal["ram", "disk"] = "ram"
+    """Where weights, masters and moments live; `disk` for state that is larger than RAM."""
+    state_format: Literal["master", "split", "split8"] = "split"
+    """Bytes per bf16 parameter: `master` 14, `split` 12, `split8` 6 with 8-bit moments."""
+    gradient_tier: Literal["ram", "disk"] = "ram"
+    """Where gradients wait for the update; `disk` frees RAM and needs tier `disk`."""
+    disk_path: str | None = None
+    """Folder for tier `disk`, best on a local NVMe; null takes `state` in output_dir."""
     activations: Literal["auto", "device", "host", "disk"] = "auto"
     """Where the inputs of blocks wait for the backward pass; `auto` is the device."""
     activation_dir: str | None = None
@@ -218,17 +226,6 @@ class OffloadConfig(Section):
     """Memory that weights and gradients may take on the device, in 10⁹ bytes; more is refused."""
     link_gb_s: float | None = Field(None, gt=0)
     """Emulated bandwidth between host and device in each direction, in 10⁹ bytes per second."""
-    tier: Literal["ram", "disk"] = "ram"
-    """Where weights, masters and moments live; `disk` for state that is larger than RAM."""
-    state_format: Literal["master", "split", "split8"] = "split"
-    """Bytes per bf16 parameter: `master` 14, `split` 12 (same masters), `split8` 6 (8-bit moments).
-    An fp32 parameter takes 12, in `split8` 6."""
-    gradient_tier: Literal["ram", "disk"] = "ram"
-    """Where gradients wait for the update; `disk` needs tier `disk` and frees 2 bytes of RAM per
-    bf16 parameter for a seventh more disk traffic."""
-    disk_path: str | None = None
-    """Folder for tier `disk`, best on a local NVMe; null takes `state` in output_dir. Its file has
-    no name and is gone when the process ends."""
 
     @model_validator(mode="after")
     def _gradients_follow(self) -> "OffloadConfig":

@@ -40,6 +40,7 @@ class RecordFile:
         self.folder, self.nbytes = folder, nbytes
         self._fd, self.direct = _open(folder)
         self._close = weakref.finalize(self, os.close, self._fd)
+        self._close.atexit = False  # lanes may still be reading; the system closes it
         try:
             _reserve(self._fd, nbytes)
         except OSError as error:

@@ -117,11 +117,12 @@ def _drain(tasks: "queue.SimpleQueue[Task | None]") -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """At interpreter exit: a thread that is killed inside torch would abort the process."""
-    running = list(_running.items())
-    for _, tasks in running:
+    """At interpreter exit: a thread that is killed inside torch would abort the process.
+
+    Youngest first, each to its end, because what a lane is doing may need an older one.
+    """
+    for thread, tasks in reversed(list(_running.items())):
         tasks.put(None)
-    for thread, _ in running:
         thread.join()
 
 
