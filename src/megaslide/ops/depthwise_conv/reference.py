@@ -46,7 +46,7 @@ def _convolve(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _weight_grad(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    """[D, 1, 3, 3, 3], on the CPU summed in fp32: also several times faster there than bf16."""
+    """[D, 1, 3, 3, 3]; computed in fp32 on the CPU, several times faster there than bf16."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     dtype = wide if x.device.type == "cpu" else weight.dtype
     x, grad = (tensor.to(dtype).permute(0, 4, 1, 2, 3) for tensor in (x, grad))
