@@ -398,8 +398,14 @@ MODELS: dict[str, Tiny] = {
         class_name="CosmosTransformer3DModel", inputs=cosmos,
         config={**COSMOS, "concat_padding_mask": True, "extra_pos_embed_type": "learnable"},
     ),
-    "cosmos2.5": Tiny(
-        class_name="CosmosTransformer3DModel", inputs=lambda: cosmos(condition=True),
+    "cosmos2": Tiny(
+        class_name="CosmosTransformer3DModel",
+        inputs=cosmos,
+        config={**COSMOS, "extra_pos_embed_type": None},
+    ),
+    "cosmos2-v2w": Tiny(
+        class_name="CosmosTransformer3DModel",
+        inputs=lambda: cosmos(condition=True),
         config={**COSMOS, "in_channels": C + 1, "extra_pos_embed_type": None},
     ),
     "hunyuan": Tiny(
