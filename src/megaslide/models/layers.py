@@ -204,7 +204,7 @@ class PositionEmbedding(nn.Module):
     def forward(self, grid: Grid) -> Tensor:
         """Grid (T, H, W) to [1, T·H·W, D], dtype of the weight."""
         t, h, w = (
-            proj(self._features(size, proj.weight))
+            proj(self._features(size, proj.get_parameter("weight")))
             for size, proj in zip(grid, self.proj, strict=True)
         )  # each [size, D]
         return (t[:, None, None] + h[:, None] + w).flatten(0, 2).unsqueeze(0)
