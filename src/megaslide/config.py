@@ -28,8 +28,16 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """Which transformer is trained."""
+    """Which transformer is trained: a new VideoDiT of ours, or a pretrained one."""
 
+    pretrained_model_name_or_path: str | None = None
+    """Folder of a diffusers pipeline, or its id on the hub; null trains a VideoDiT of ours."""
+    subfolder: str = "transformer"
+    """Where in the pipeline the transformer is; `transformer_2` is the second of two experts."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    guidance: float = Field(6.0, gt=0)
+    """Guidance scale told to pretrained models that take it as an input (HunyuanVideo)."""
     preset: str = "tiny"
     """Size of our own VideoDiT; `megaslide info --presets` lists them."""
     patch_size: Triple | None = None
@@ -43,7 +51,7 @@ class ModelConfig(Section):
 
 
 class AttentionConfig(Section):
-    """Self-attention over the video tokens."""
+    """Self-attention over the video tokens of our VideoDiT; pretrained models keep theirs."""
 
     kind: Literal["deformable", "neighborhood", "swin", "dense"] = "deformable"
     """Deformable is 3D-DSA; the others are its baselines behind the same interface."""
@@ -172,8 +180,12 @@ class TrainConfig(Section):
     """Compute dtype of weights and activations; the master weights are fp32 either way."""
     seed: int = 0
     """Seed of initial weights, data order, noise and timesteps."""
-    shift: float = Field(1.0, gt=0)
-    """Timestep shift s: sigma' = s*sigma / (1 + (s-1)*sigma)."""
+    shift: float | None = Field(None, gt=0)
+    """Timestep shift s: sigma' = s*sigma / (1 + (s-1)*sigma). Null takes that of a pretrained
+    model's scheduler, and 1 for a new model."""
+    first_frame: Literal["noisy", "given"] = "noisy"
+    """`given`: the first latent frame stays clean and out of the loss, as image-to-video models
+    that take a timestep per frame are trained (Wan 2.2 TI2V-5B, Cosmos-Predict2 Video2World)."""
     weighting_scheme: Literal["none", "logit_normal", "sigma_sqrt", "cosmap"] = "logit_normal"
     """Density or weighting of timesteps, as diffusers' training examples name them."""
     logit_mean: float = 0.0
@@ -282,6 +294,18 @@ class Config(Section):
     offload: OffloadConfig = OffloadConfig()
     sample: SampleConfig = SampleConfig()
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _pretrained_models_have_their_own(self) -> "Config":
+        if self.model.pretrained_model_name_or_path is None:
+            return self
+        given, own = self.model.model_dump(), ModelConfig().model_dump()
+        names = ("preset", "patch_size", "hidden_size", "num_layers", "num_attention_heads")
+        changed = [f"model.{name}" for name in names if given[name] != own[name]]
+        if changed or self.attention != AttentionConfig():
+            what = (*changed, "attention")[0]
+            raise ValueError(f"{what} is for a VideoDiT of ours; a pretrained model has its own")
+        return self
 
     @model_validator(mode="after")
     def _groups_divide_heads(self) -> "Config":

@@ -10,6 +10,7 @@ text [B, L, D].
 
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +29,11 @@ from megaslide.data.sheets import contact_sheet
 from megaslide.data.text import TextEncoder, build_text_encoder
 from megaslide.data.video import write_video
 from megaslide.diffusion.objectives import Denoiser
+from megaslide.diffusion.recipes import FULL_RANGE, Recipe
 from megaslide.diffusion.samplers import Progress, sample_latents
 from megaslide.errors import InputError
-from megaslide.models.checkpoint import read_config
-from megaslide.models.dit import VideoDiT, VideoDiTConfig
-from megaslide.runs import CONFIG, find_checkpoint
+from megaslide.models.network import Network, saved_network
+from megaslide.runs import CONFIG, find_checkpoint, read_state
 from megaslide.streaming import StreamedModel, stream
 
 logger = logging.getLogger(__name__)
@@ -254,12 +255,19 @@ def sample_run(
         raise InputError(f"{checkpoint}: its config has no sample.prompts", "give --prompt")
     codec = build_codec(config.data.codec)
     weights = checkpoint / _weights_folder(checkpoint, ema)
-    architecture = read_config(weights, class_name="VideoDiT", parse=VideoDiTConfig.from_dict)
-    with closing(forward_only(architecture, weights, config)) as model:
+    network = saved_network(weights, config)
+    recipe = Recipe(
+        train=config.train,
+        scheduler=None if network.source is None else network.source.scheduler,
+        sigma_range=tuple(read_state(checkpoint).get("sigma_range", FULL_RANGE)),
+    )
+    bucket = sample_size(sample, config, codec, network.patch_size)
+    shift = sampling_shift(recipe, codec, network, bucket)
+    dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
+    with closing(forward_only(network, dtype, config.offload.slots)) as model:
         frames = generate(
-            model, codec, build_text_encoder(config.data.text), prompts,
-            bucket=sample_size(sample, config, codec, architecture.patch_size),
-            settings=sample, shift=config.train.shift, device="cpu", progress=progress,
+            network.denoiser(model, dtype), codec, build_text_encoder(config.data.text), prompts,
+            bucket=bucket, settings=sample, shift=shift, device="cpu", progress=progress,
         )  # fmt: skip
     folder = out or checkpoint.parent / "samples" / checkpoint.name
     return save_samples(frames, prompts, folder, sample.fps, sample)
@@ -280,13 +288,32 @@ def _weights_folder(checkpoint: Path, ema: bool | None) -> str:
     return "ema" if has_ema and ema is not False else "transformer"
 
 
-def forward_only(architecture: VideoDiTConfig, weights: Path, config: Config) -> StreamedModel:
-    """The checkpoint's model with frozen weights, read straight into the store."""
-    with torch.device("meta"):
-        model = VideoDiT(architecture)
-    if config.train.mixed_precision == "bf16":
-        model = model.to(torch.bfloat16)
-    model.requires_grad_(False).eval()
-    streamed = stream(model, slots=config.offload.slots)
-    streamed.load(weights)
+def sampling_shift(recipe: Recipe, codec: Codec, network: Network, bucket: Triple) -> float:
+    """Timestep shift for clips of `bucket` pixels.
+
+    Raises:
+        InputError: a model that this sampler cannot sample by itself.
+    """
+    if recipe.is_v_prediction:
+        raise InputError(
+            f"{network.name}: only flow matching is sampled here, not v-prediction",
+            "load the checkpoint's transformer into the model's own diffusers pipeline",
+        )
+    if recipe.sigma_range != FULL_RANGE:
+        low, high = recipe.sigma_range
+        raise InputError(
+            f"{network.name}: an expert for noise levels {low:g} to {high:g} cannot sample alone",
+            "load both experts into their diffusers pipeline",
+        )
+    voxels = math.prod(codec.latent_shape(bucket))
+    return recipe.shift(voxels // math.prod(network.patch_size))
+
+
+def forward_only(network: Network, dtype: torch.dtype, slots: int) -> StreamedModel:
+    """A saved network with frozen weights, read straight into the store."""
+    model = network.build(dtype).requires_grad_(False).eval()
+    streamed = stream(model, slots=slots)
+    if network.weights is None:
+        raise ValueError(f"{network.name} has no weights to load; give a saved network")
+    streamed.load(network.weights)
     return streamed

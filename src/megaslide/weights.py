@@ -124,7 +124,7 @@ class WeightFiles:
         self.files: dict[str, Path] = {}
         """The file of each tensor."""
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for path in _weight_files(folder):
+        for path in weight_files(folder):
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118  (not a dict: it has no iterator)
                     self.files[name] = path
@@ -206,7 +206,12 @@ def _write_index(path: Path, shards: Mapping[str, list[str]], sizes: Mapping[str
     path.write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold the folder's weights.
+
+    Raises:
+        InputError: no weights in this layout, or an index that names files which are not there.
+    """
     if (folder / WEIGHTS_NAME).is_file():
         return [folder / WEIGHTS_NAME]
     fix = f"the folder needs {WEIGHTS_NAME}, or {INDEX_NAME} with its files"

@@ -16,6 +16,7 @@ from megaslide.data.prepare import prepare
 from megaslide.data.sprites import write_sprites
 from megaslide.errors import InputError
 from megaslide.models.dit import VideoDiT
+from megaslide.models.network import saved_network
 from megaslide.sampling import forward_only, sample_run
 from megaslide.training.loop import TrainResult, train
 from megaslide.training.trainer import NonFiniteLossError, Trainer
@@ -221,8 +222,8 @@ def test_sampling_a_run_streams_its_latest_checkpoint(whole: TrainResult, tmp_pa
 
 def test_sampling_holds_weights_only(whole: TrainResult) -> None:
     weights = whole.checkpoint / "transformer"
-    architecture = VideoDiT.from_pretrained(weights).config
-    model = forward_only(architecture, weights, load_config(whole.checkpoint / "config.yaml"))
+    network = saved_network(weights, load_config(whole.checkpoint / "config.yaml"))
+    model = forward_only(network, torch.float32, 2)
     assert set(model.store.nbytes) == {"weights"}
     expected = VideoDiT.from_pretrained(weights).state_dict()
     assert all(torch.equal(v, expected[k]) for k, v in model.state_dict().items())

@@ -28,7 +28,7 @@ from megaslide.errors import InputError
 if TYPE_CHECKING:
     from megaslide.config import Config, Triple
     from megaslide.data.prepare import PrepareReport
-    from megaslide.models.presets import VideoDiTConfig
+    from megaslide.models.network import Network
     from megaslide.training.loop import TrainResult
 
 STATE_BYTES_PER_PARAMETER = {"split": 12}
@@ -214,15 +214,13 @@ def info(
 # -- data and training ----------------------------------------------------------------------------
 
 
-def _resolve(config: "Config") -> "VideoDiTConfig":
+def _resolve(config: "Config") -> "Network":
     """The model's sizes: a bad combination is refused here, before hours of preparation."""
     from megaslide.data.codecs import build_codec
-    from megaslide.models.presets import resolve_config
+    from megaslide.models.network import network_of
 
     channels = build_codec(config.data.codec).channels
-    return resolve_config(
-        config.model, config.attention, in_channels=channels, text_dim=config.data.text.dim
-    )
+    return network_of(config, channels=channels, text_dim=config.data.text.dim)
 
 
 def _is_prepared(config: "Config") -> bool:
@@ -256,11 +254,10 @@ def _print_preparation(report: "PrepareReport") -> None:
         typer.echo(f"skipped {more} more: see `skipped` in {report.cache_dir / 'index.json'}")
 
 
-def _run_summary(config: "Config", model: "VideoDiTConfig") -> dict[str, str]:
+def _run_summary(config: "Config", model: "Network") -> dict[str, str]:
     from megaslide.data.latents import LatentDataset
-    from megaslide.models.dit import count_parameters
 
-    parameters = count_parameters(model)
+    parameters = model.count_parameters()
     per_parameter = STATE_BYTES_PER_PARAMETER[config.offload.state_format]
     per_parameter += EMA_BYTES_PER_PARAMETER if config.train.use_ema else 0
     folder, patch_size = Path(config.data.cache_dir), model.patch_size
@@ -270,7 +267,7 @@ def _run_summary(config: "Config", model: "VideoDiTConfig") -> dict[str, str]:
     batch = config.train.train_batch_size * config.train.gradient_accumulation_steps
     at_once = config.offload.micro_batch_size or config.train.train_batch_size
     return {
-        "model": f"{config.model.preset}, {count(parameters)} parameters",
+        "model": f"{model.name}, {count(parameters)} parameters",
         "state": f"{size(parameters * per_parameter)} ({per_parameter} bytes per parameter)",
         "device": _device(config.offload.device),
         "batch": f"{batch} clips per step, micro-batches of {at_once}",

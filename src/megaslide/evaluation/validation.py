@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megaslide.data.latents import Batch
-from megaslide.diffusion.objectives import FlowMatching
+from megaslide.diffusion.objectives import Objective
 
 NOISE_SEED = 20_260_101
 
@@ -28,18 +28,22 @@ class ValidationLoss:
 @torch.no_grad()
 def validation_loss(
     model: Callable[..., Any],
-    objective: FlowMatching,
+    objective_of: Callable[[torch.Tensor], Objective],
     batches: Sequence[Batch],
     device: torch.device,
 ) -> ValidationLoss:
-    """Evaluate `model` (called as in `megaslide.diffusion`) on batches of held-out latents."""
+    """Evaluate `model` (called as in `megaslide.diffusion`) on batches of held-out latents.
+
+    `objective_of` gives the objective for latents [B, C, T, H, W], which may depend on their size.
+    """
     total = zero = 0.0
     count = 0
     for index, batch in enumerate(batches):
         generator = torch.Generator().manual_seed(NOISE_SEED + index)
         noise = torch.randn(batch.latents.shape, generator=generator).to(device)
-        sigmas = objective.fixed_sigmas(len(noise), index, len(batches)).to(device)
         latents = batch.latents.to(device)
+        objective = objective_of(latents)
+        sigmas = objective.fixed_sigmas(len(noise), index, len(batches)).to(device)
         loss, _ = objective.loss(
             model, latents, noise, sigmas,
             encoder_hidden_states=batch.text.to(device),

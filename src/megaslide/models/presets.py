@@ -16,6 +16,9 @@ from megaslide.models.attention import AttentionSettings
 from megaslide.models.layers import Grid, rope_pairs
 from megaslide.ops.deformable_attention import Kind
 
+SIZES = ("patch_size", "hidden_size", "num_layers", "num_attention_heads")
+"""Fields of the `model` section that replace a preset's."""
+
 _ATTENTION_KINDS = ("deformable", "neighborhood", "swin", "dense")
 _OFFSET_KINDS = get_args(Kind)
 
@@ -133,7 +136,7 @@ def resolve_config(
         InputError: unknown preset (the nearest is named), or a combination that cannot be built.
     """
     values: dict[str, Any] = dataclasses.asdict(_preset(model.preset))
-    values |= model.model_dump(exclude={"preset"}, exclude_none=True)
+    values |= {k: v for k in SIZES if (v := getattr(model, k)) is not None}
     values |= attention.model_dump(exclude={"kind"}) | {"attention_kind": attention.kind}
     return VideoDiTConfig(in_channels=in_channels, text_dim=text_dim, **values)
 

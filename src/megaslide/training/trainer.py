@@ -21,11 +21,13 @@ from megaslide.config import Config, save_config
 from megaslide.data.codecs import build_codec
 from megaslide.data.latents import Batch, BucketSampler, LatentDataset, collate
 from megaslide.data.text import build_text_encoder
-from megaslide.diffusion.objectives import FlowMatching
+from megaslide.diffusion.objectives import Objective
+from megaslide.diffusion.recipes import Recipe, expert_range
 from megaslide.errors import InputError
 from megaslide.evaluation.validation import ValidationLoss, validation_loss
-from megaslide.models.dit import build_model
-from megaslide.sampling import generate, sample_size, save_samples
+from megaslide.models.network import Network, network_of
+from megaslide.models.pretrained.source import SCHEDULER
+from megaslide.sampling import generate, sample_size, sampling_shift, save_samples
 from megaslide.streaming import NonFiniteGradientError, StreamedModel, stream
 from megaslide.tracing import Trace, summarize
 from megaslide.training.schedules import learning_rate
@@ -48,6 +50,10 @@ class Trainer:
         self.run = Path(config.output_dir)
         self.codec = build_codec(config.data.codec)
         self.text_encoder = build_text_encoder(config.data.text)
+        self.network = network_of(
+            config, channels=self.codec.channels, text_dim=self.text_encoder.dim
+        )
+        self.recipe = recipe_of(config, self.network)
         cache = Path(config.data.cache_dir)
         self.dataset = LatentDataset(cache, split="train", expect=config.data)
         self.validation = self._validation_batches(cache)
@@ -55,12 +61,10 @@ class Trainer:
         self.sampler = BucketSampler(self.dataset, batch_size, seed=config.train.seed)
         self._indices = iter(self.sampler)
         train = config.train
-        self.objective = FlowMatching(
-            shift=train.shift, weighting_scheme=train.weighting_scheme,
-            logit_mean=train.logit_mean, logit_std=train.logit_std,
-        )  # fmt: skip
         self.trace = Trace()
+        self.dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
         self.model = self._build_model()
+        self.denoiser = self.network.denoiser(self.model, self.dtype)
         self.device = torch.device(_device(config))
         self.generator = torch.Generator().manual_seed(train.seed)
         self.step = 0
@@ -74,11 +78,12 @@ class Trainer:
         batch = self._next_batch()
         latents = batch.latents.to(self.device)  # [B, C, T, H, W]
         noise = torch.randn(latents.shape, generator=self.generator).to(self.device)
-        sigmas = self.objective.sample_sigmas(len(latents), self.generator).to(self.device)  # [B]
+        objective = self.objective(latents)
+        sigmas = objective.sample_sigmas(len(latents), self.generator).to(self.device)  # [B]
         self.model.lr = learning_rate(self.config.optim, self.step, self.max_steps)
 
-        loss, per_sample = self.objective.loss(
-            self.model, latents, noise, sigmas, **self._conditioning(batch)
+        loss, per_sample = objective.loss(
+            self.denoiser, latents, noise, sigmas, **self._conditioning(batch)
         )
         self._require_finite(per_sample, batch)
         with self.model.final_backward():
@@ -99,6 +104,10 @@ class Trainer:
             "perf/tokens_per_s": self._tokens(latents) / seconds,
             **self._resources(before),
         }
+
+    def objective(self, latents: torch.Tensor) -> Objective:
+        """What a batch of latents [B, C, T, H, W] is trained on."""
+        return self.recipe.objective(self._tokens(latents) // len(latents))
 
     @property
     def max_steps(self) -> int:
@@ -129,7 +138,7 @@ class Trainer:
         }
 
     def _tokens(self, latents: torch.Tensor) -> int:
-        return len(latents) * latents[0, 0].numel() // math.prod(self._patch_size)
+        return len(latents) * latents[0, 0].numel() // math.prod(self.network.patch_size)
 
     def _resources(self, before: dict[str, float]) -> dict[str, float]:
         traced = summarize(before, self.trace.snapshot())
@@ -165,17 +174,18 @@ class Trainer:
         if not self.validation:
             return None
         with self.sampled_weights():
-            return validation_loss(self.model, self.objective, self.validation, self.device)
+            return validation_loss(self.denoiser, self.objective, self.validation, self.device)
 
     def sample(self, folder: Path, prompts: tuple[str, ...] | None = None) -> list[Path]:
         """Write clips for the prompts (the config's by default) and a contact sheet."""
         settings = self.config.sample
         prompts = prompts or settings.prompts
+        bucket = sample_size(settings, self.config, self.codec, self.network.patch_size)
+        shift = sampling_shift(self.recipe, self.codec, self.network, bucket)
         with self.sampled_weights():
             frames = generate(
-                self.model, self.codec, self.text_encoder, prompts,
-                bucket=sample_size(settings, self.config, self.codec, self._patch_size),
-                settings=settings, shift=self.config.train.shift, device=self.device,
+                self.denoiser, self.codec, self.text_encoder, prompts,
+                bucket=bucket, settings=settings, shift=shift, device=self.device,
             )  # fmt: skip
         return save_samples(frames, prompts, folder, settings.fps, settings)
 
@@ -201,6 +211,7 @@ class Trainer:
             "sampler": self.sampler.state_dict(),
             "generator": _encode(self.generator.get_state()),
             "torch_rng": _encode(torch.get_rng_state()),
+            "sigma_range": self.recipe.sigma_range,
             "config": self.config.model_dump(mode="json"),
         }
 
@@ -209,6 +220,9 @@ class Trainer:
             self.model.save_optimizer(folder / "optimizer")
             if self.config.train.use_ema:
                 self.model.save_ema(folder / "ema")
+            if self.recipe.scheduler is not None:  # says how to sample, as in a pipeline
+                (folder / SCHEDULER).parent.mkdir()
+                (folder / SCHEDULER).write_text(json.dumps(self.recipe.scheduler, indent=2))
             (folder / runs.STATE).write_text(json.dumps(state, indent=2))
             save_config(self.config, folder / runs.CONFIG)
 
@@ -244,13 +258,8 @@ class Trainer:
     def _build_model(self) -> StreamedModel:
         config, optim = self.config, self.config.optim
         torch.manual_seed(config.train.seed)
-        model = build_model(
-            config.model, config.attention,
-            in_channels=self.codec.channels, text_dim=self.text_encoder.dim,
-        )  # fmt: skip
-        self._patch_size = model.config.patch_size
-        return stream(
-            model,
+        model = stream(
+            self.network.build(self.dtype),
             device=_device(config),
             lr=optim.learning_rate,
             betas=(optim.adam_beta1, optim.adam_beta2),
@@ -258,7 +267,7 @@ class Trainer:
             weight_decay=optim.adam_weight_decay,
             max_grad_norm=optim.max_grad_norm,
             micro_batch_size=config.offload.micro_batch_size or config.train.train_batch_size,
-            dtype=torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32,
+            dtype=self.network.stream_dtype(self.dtype),
             slots=config.offload.slots,
             tier=config.offload.tier,
             state_format=config.offload.state_format,
@@ -271,6 +280,9 @@ class Trainer:
             ema_decay=config.train.ema_decay if config.train.use_ema else None,
             trace=self.trace,
         )
+        if self.network.weights is not None:
+            model.load(self.network.weights)
+        return model
 
 
 class _SampledWeights:
@@ -287,6 +299,29 @@ class _SampledWeights:
         if self._ema:
             self._ema.__exit__(*exception)
         self._model.train()
+
+
+def recipe_of(config: Config, network: Network) -> Recipe:
+    """How the network is to be trained on.
+
+    Raises:
+        InputError: a pretrained model without its scheduler, or an option it cannot follow.
+    """
+    if config.train.first_frame == "given" and not network.takes_first_frame:
+        raise InputError(
+            f"train.first_frame=given: {network.name} has one timestep for all frames",
+            "set train.first_frame=noisy",
+        )
+    source = network.source
+    if source is None:
+        return Recipe(train=config.train)
+    if source.scheduler is None:
+        raise InputError(
+            f"{source.folder.parent / SCHEDULER}: no such file; it says how the model is trained",
+            "copy the folder `scheduler` of the model's pipeline there",
+        )
+    levels = expert_range(source.pipeline, source.folder.name)
+    return Recipe(train=config.train, scheduler=source.scheduler, sigma_range=levels)
 
 
 def _device(config: Config) -> str:

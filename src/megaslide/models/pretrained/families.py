@@ -1,0 +1,354 @@
+"""How each family of pretrained transformers is called, behind one convention.
+
+The rest of the package trains and samples a velocity: `model(x_sigma, 1000·sigma, text, mask)`
+returns an estimate of e − x0 at x_sigma = (1 − sigma)·x0 + sigma·e, or for CogVideoX its own v, all
+in [B, C, T, H, W]. A family turns that call into its transformer's: the layout of the latents, what
+it takes for time, the length of its text, and its other arguments. What it does is what the
+family's diffusers pipeline does around the transformer (diffusers 0.42,
+`diffusers/pipelines/<family>`), which is the source of each formula here.
+
+Shapes: B batch, C T H W latents, L text tokens of D channels, N video tokens after patching.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megaslide.config import Triple
+from megaslide.errors import InputError
+
+Arguments = dict[str, Any]
+NUM_TRAIN_TIMESTEPS = 1000
+
+
+class Family:
+    """The convention of most: latents as they are, time as 1000·sigma, no extra arguments.
+
+    Args:
+        config: the transformer's config.json.
+        fps: frame rate of the clips, for families whose positions are in seconds; None takes what
+            the family's pipeline assumes.
+        guidance: the guidance scale told to families that take one as an input.
+
+    Raises:
+        InputError: a variant of the family that needs inputs nobody gives it here.
+    """
+
+    needs_pooled_text = False
+    """Whether `pooled_projections` [B, D'] must be among the conditioning."""
+
+    def __init__(
+        self, config: Mapping[str, Any], *, fps: float | None = None, guidance: float = 1.0
+    ) -> None:
+        self.config, self.fps, self.guidance = config, fps, guidance
+        self._check()
+
+    @property
+    def takes_first_frame(self) -> bool:
+        """Whether timesteps may differ from frame to frame, so that the first can stay clean."""
+        return False
+
+    @property
+    def channels(self) -> int:
+        """Latent channels C."""
+        return int(self.config["in_channels"])
+
+    @property
+    def text_dim(self) -> int:
+        """Channels D of the text embeddings."""
+        return int(self.config["text_embed_dim"])
+
+    @property
+    def patch_size(self) -> Triple:
+        """Latent voxels per token (t, h, w)."""
+        size = self.config.get("patch_size", 1)
+        if isinstance(size, int):
+            return self.config.get("patch_size_t") or 1, size, size
+        t, h, w = size
+        return t, h, w
+
+    def arguments(self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Arguments:
+        """Keyword arguments of the transformer.
+
+        Args:
+            latents: [B, C, T, H, W], in the model's dtype.
+            timestep: 1000·sigma, fp32 [B], or [B, T] where the family takes it per frame.
+            text: [B, L, D], in the model's dtype, zero where masked.
+            mask: bool [B, L].
+        """
+        raise NotImplementedError
+
+    def prediction(self, output: Tensor, latents: Tensor) -> Tensor:
+        """The transformer's output in the common convention, [B, C, T, H, W]."""
+        return output
+
+    def _check(self) -> None:
+        given = int(self.config["in_channels"])
+        predicted = int(self.config.get("out_channels") or given)
+        if given != predicted:
+            raise InputError(
+                f"{type(self).__name__} with in_channels={given}, out_channels={predicted}: its "
+                f"other {given - predicted} channels are a condition on images",
+                "give the text-to-video model of the family",
+            )
+
+
+class Wan(Family):
+    """Wan 2.1, 2.2 (each expert of A14B, and TI2V-5B) and SkyReels-V2.
+
+    Velocity at t = 1000·sigma. Text is zero-padded to 512 tokens, which attend without a mask.
+    TI2V-5B takes one timestep per token: that of the token's latent frame, 0 on a frame that is
+    given. Source: pipelines/wan/pipeline_wan.py, pipeline_wan_i2v.py.
+    """
+
+    TEXT_LENGTH = 512
+
+    @property
+    def takes_first_frame(self) -> bool:
+        return True
+
+    @property
+    def text_dim(self) -> int:
+        return int(self.config["text_dim"])
+
+    def arguments(self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Arguments:
+        if timestep.ndim == 2:
+            timestep = self._per_token(latents, timestep)
+        return {
+            "hidden_states": latents,
+            "timestep": timestep,
+            "encoder_hidden_states": padded(text, self.TEXT_LENGTH),
+        }
+
+    def _per_token(self, latents: Tensor, timestep: Tensor) -> Tensor:
+        """[B, T] to [B, N]: tokens lie frame by frame, and a token takes its first frame's time."""
+        t, h, w = self.patch_size
+        in_frame = (latents.shape[3] // h) * (latents.shape[4] // w)
+        return timestep[:, ::t].repeat_interleave(in_frame, dim=1)
+
+
+class LTX(Family):
+    """LTX-Video: tokens instead of a volume, positions in seconds and pixels.
+
+    Velocity at t = 1000·sigma. Positions are scaled by (8/fps, 32, 32), the pixels and frames of
+    one latent voxel. Source: pipelines/ltx/pipeline_ltx.py.
+    """
+
+    FPS = 25.0
+    VOXEL = (8, 32, 32)
+
+    @property
+    def text_dim(self) -> int:
+        return int(self.config["caption_channels"])
+
+    def arguments(self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Arguments:
+        t, h, w = self.VOXEL
+        return {
+            "hidden_states": latents.flatten(2).transpose(1, 2),  # [B, THW, C]
+            "timestep": timestep,
+            "encoder_hidden_states": text,
+            "encoder_attention_mask": mask,
+            **dict(zip(("num_frames", "height", "width"), latents.shape[2:], strict=True)),
+            "rope_interpolation_scale": (t / (self.fps or self.FPS), h, w),
+        }
+
+    def prediction(self, output: Tensor, latents: Tensor) -> Tensor:
+        return output.transpose(1, 2).unflatten(2, latents.shape[2:])
+
+    def _check(self) -> None:
+        super()._check()
+        if self.patch_size != (1, 1, 1):
+            raise InputError(f"LTX with patch size {self.patch_size}", "only 1 is known")
+
+
+class Cosmos(Family):
+    """Cosmos-Predict2: EDM written as flow matching.
+
+    The pipeline keeps x = x0 + s·e and, with t = s/(1 + s), gives the transformer (1 − t)·x and the
+    time t, and reads x0 = (1 − t)·x − t·F. Since (1 − t)·x = (1 − t)·x0 + t·e, that is flow
+    matching at sigma = t: the input is x_sigma, and F = (x_sigma − x0)/t = e − x0 the velocity. The
+    time is sigma itself, without a factor of 1000. Text is zero-padded to 512 tokens.
+
+    Video2World has one more input channel, which says which latent frames are given; a given frame
+    has the time 1e-4/(1 + 1e-4). Source: pipelines/cosmos/pipeline_cosmos2_text2image.py and
+    pipeline_cosmos2_video2world.py.
+    """
+
+    FPS = 16.0
+    TEXT_LENGTH = 512
+    GIVEN_TIME = 1e-4 / (1 + 1e-4)
+
+    @property
+    def takes_first_frame(self) -> bool:
+        return int(self.config["in_channels"]) == self.channels + 1
+
+    @property
+    def channels(self) -> int:
+        return int(self.config["out_channels"])
+
+    def arguments(self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Arguments:
+        time, given = self._time(latents, timestep / NUM_TRAIN_TIMESTEPS)
+        condition = {"condition_mask": given.to(latents.dtype)} if self.takes_first_frame else {}
+        return {
+            "hidden_states": latents,
+            "timestep": time,
+            "encoder_hidden_states": padded(text, self.TEXT_LENGTH),
+            "fps": self.fps or self.FPS,
+            "padding_mask": latents.new_zeros(1, 1, *latents.shape[3:]),
+            **condition,
+        }
+
+    def _time(self, latents: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        """Time [B] or [B, 1, T, 1, 1], and the mask [B, 1, T, H, W] of given frames."""
+        mask = latents.new_zeros(len(latents), 1, *latents.shape[2:], dtype=torch.bool)
+        if sigma.ndim == 1:
+            return sigma, mask
+        sigma = sigma[:, None, :, None, None]  # [B, 1, T, 1, 1]
+        return sigma.clamp_min(self.GIVEN_TIME), mask | (sigma == 0)
+
+    def _check(self) -> None:
+        if self.config.get("extra_pos_embed_type") is not None:
+            raise InputError(
+                "Cosmos with learned positions is Cosmos 1, which is trained as EDM",
+                "give a model of Cosmos-Predict2",
+            )
+        if not self.takes_first_frame:
+            super()._check()
+        if self.config.get("concat_padding_mask", True):
+            from diffusers.models.transformers import transformer_cosmos
+
+            if not hasattr(transformer_cosmos, "transforms"):
+                raise ImportError("Cosmos needs torchvision: pip install torchvision")
+
+
+class HunyuanVideo(Family):
+    """HunyuanVideo: velocity at t = 1000·sigma; the guidance scale is an input, times 1000.
+
+    Besides the tokens of one text encoder it takes the pooled embedding of another, as
+    `pooled_projections`. Source: pipelines/hunyuan_video/pipeline_hunyuan_video.py.
+    """
+
+    needs_pooled_text = True
+
+    def arguments(self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Arguments:
+        guided = bool(self.config.get("guidance_embeds"))
+        scale = 1000.0 * self.guidance
+        return {
+            "hidden_states": latents,
+            "timestep": timestep,
+            "encoder_hidden_states": text,
+            "encoder_attention_mask": mask.to(latents.dtype),
+            "guidance": latents.new_full((len(latents),), scale) if guided else None,
+        }
+
+
+class CogVideoX(Family):
+    """CogVideoX 1.0 and 1.5: frames before channels, whole timesteps, v of a DDPM schedule.
+
+    The rotary table is an argument, made for this size: 1.0 resizes the grid of its training size
+    to it, 1.5 takes a slice. Text has exactly `max_text_seq_length` tokens. Source:
+    pipelines/cogvideo/pipeline_cogvideox.py.
+    """
+
+    def arguments(self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Arguments:
+        rotary = bool(self.config.get("use_rotary_positional_embeddings"))
+        return {
+            "hidden_states": latents.transpose(1, 2),  # [B, T, C, H, W]
+            "timestep": timestep.round().long(),
+            "encoder_hidden_states": padded(text, int(self.config["max_text_seq_length"])),
+            "image_rotary_emb": self._rotary(latents) if rotary else None,
+        }
+
+    def prediction(self, output: Tensor, latents: Tensor) -> Tensor:
+        return output.transpose(1, 2)
+
+    def _rotary(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        from diffusers.models.embeddings import get_3d_rotary_pos_embed
+
+        t, h, w = (n // p for n, p in zip(latents.shape[2:], self.patch_size, strict=True))
+        base = [
+            int(self.config[f"sample_{axis}"]) // self.patch_size[1] for axis in ("height", "width")
+        ]
+        options: Arguments = {"crops_coords": centred((h, w), (base[0], base[1]))}
+        if self.config.get("patch_size_t") is not None:
+            options = {"crops_coords": None, "grid_type": "slice", "max_size": tuple(base)}
+        cos, sin = get_3d_rotary_pos_embed(
+            embed_dim=int(self.config["attention_head_dim"]), grid_size=(h, w), temporal_size=t,
+            device=latents.device, **options,
+        )  # fmt: skip
+        return cos, sin
+
+
+class Mochi(Family):
+    """Mochi 1: time runs backwards, from 0 at the noise to 1000 at the data.
+
+    It is given 1000·(1 − sigma), and its scheduler (`invert_sigmas`) adds its output on the way to
+    the data: the output is x0 − e, minus the velocity. Text has exactly `max_sequence_length`
+    tokens, masked. Source: pipelines/mochi/pipeline_mochi.py.
+    """
+
+    def arguments(self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Arguments:
+        length = int(self.config["max_sequence_length"])
+        return {
+            "hidden_states": latents,
+            "timestep": NUM_TRAIN_TIMESTEPS - timestep,
+            "encoder_hidden_states": padded(text, length),
+            "encoder_attention_mask": padded(mask[..., None], length)[..., 0],
+        }
+
+    def prediction(self, output: Tensor, latents: Tensor) -> Tensor:
+        return -output
+
+
+FAMILIES: dict[str, type[Family]] = {
+    "WanTransformer3DModel": Wan,
+    "SkyReelsV2Transformer3DModel": Wan,
+    "LTXVideoTransformer3DModel": LTX,
+    "CosmosTransformer3DModel": Cosmos,
+    "HunyuanVideoTransformer3DModel": HunyuanVideo,
+    "CogVideoXTransformer3DModel": CogVideoX,
+    "MochiTransformer3DModel": Mochi,
+}
+"""By the class that config.json names."""
+
+
+def family_of(class_name: str) -> type[Family]:
+    """The family of a transformer's class.
+
+    Raises:
+        InputError: none is known; the class still streams from Python, in a loop of one's own.
+    """
+    if class_name in FAMILIES:
+        return FAMILIES[class_name]
+    raise InputError(
+        f"{class_name}: how this family is trained is not known here",
+        f"known are {', '.join(sorted(FAMILIES))}; any other model trains in a loop of your own "
+        "with megaslide.stream",
+    )
+
+
+def padded(text: Tensor, length: int) -> Tensor:
+    """[B, L, D] with zeros up to `length` tokens.
+
+    Raises:
+        ValueError: the text is longer than that.
+    """
+    if text.shape[1] > length:
+        raise ValueError(f"text has {text.shape[1]} tokens; the model takes up to {length}")
+    return functional.pad(text, (0, 0, 0, length - text.shape[1]))
+
+
+def centred(
+    size: tuple[int, int], base: tuple[int, int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Corners of the largest centred rectangle of the aspect of `size` in a grid of `base`."""
+    (h, w), (height, width) = size, base
+    if h / w > height / width:
+        inner = height, round(height / h * w)
+    else:
+        inner = round(width / w * h), width
+    top, left = round((height - inner[0]) / 2), round((width - inner[1]) / 2)
+    return (top, left), (top + inner[0], left + inner[1])
