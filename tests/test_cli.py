@@ -497,3 +497,14 @@ def test_sizes_have_three_digits(number: float, text: str) -> None:
 
 def test_counts_speak_of_billions() -> None:
     assert display.count(1.3e9) == "1.3 B"
+
+
+def test_bench_runs_a_script_with_its_options_and_names_the_known_ones() -> None:
+    run = CliRunner()
+    unknown = run.invoke(cli.app, ["bench", "nothing"])
+    assert unknown.exit_code == 2
+    assert "adamw, disk, streaming" in unknown.output.replace("attention, ", "")
+    command = [sys.executable, "-m", "megaslide", "bench", "streaming", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0
+    assert "--json" in shown.stdout

@@ -6,6 +6,8 @@ cannot be used (one message, no traceback), 130 interrupted. Only this folder pr
 """
 
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
     from megaslide.models.network import Network
     from megaslide.training.loop import TrainResult
 
-STATE_BYTES_PER_PARAMETER = {"split": 12}
-EMA_BYTES_PER_PARAMETER = 4
+STATE_BYTES_PER_PARAMETER = 12
+"""Of bf16 training in the default format, for the table of presets."""
 SHOWN_SKIPS = 10
 SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 PRESET_CHANNELS = {"in_channels": 16, "text_dim": 4096}
@@ -258,8 +260,7 @@ def _run_summary(config: "Config", model: "Network") -> dict[str, str]:
     from megaslide.data.latents import LatentDataset
 
     parameters = model.count_parameters()
-    per_parameter = STATE_BYTES_PER_PARAMETER[config.offload.state_format]
-    per_parameter += EMA_BYTES_PER_PARAMETER if config.train.use_ema else 0
+    state = _state_bytes(config, model)
     folder, patch_size = Path(config.data.cache_dir), model.patch_size
     samples, held_out = (
         len(LatentDataset(folder, split, config.data, patch_size=patch_size)) for split in SPLITS
@@ -268,13 +269,30 @@ def _run_summary(config: "Config", model: "Network") -> dict[str, str]:
     at_once = config.offload.micro_batch_size or config.train.train_batch_size
     return {
         "model": f"{model.name}, {count(parameters)} parameters",
-        "state": f"{size(parameters * per_parameter)} ({per_parameter} bytes per parameter)",
+        "state": f"{size(state)} ({state / parameters:.3g} bytes per parameter)",
         "device": _device(config.offload.device),
         "batch": f"{batch} clips per step, micro-batches of {at_once}",
         "data": f"{samples} samples, {held_out} held out",
         "length": f"{config.train.max_train_steps} steps",
         "output": config.output_dir,
     }
+
+
+def _state_bytes(config: "Config", network: "Network") -> int:
+    """What the store will hold, counted on the meta device."""
+    import torch
+
+    from megaslide.streaming import planned_state_bytes
+
+    dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
+    with torch.device("meta"):
+        model = network.build(dtype)
+    return planned_state_bytes(
+        model,
+        dtype=network.stream_dtype(dtype),
+        state_format=config.offload.state_format,
+        ema=config.train.use_ema,
+    )
 
 
 def _device(choice: str) -> str:
@@ -298,6 +316,22 @@ def _report_training(result: "TrainResult", arguments: list[str]) -> None:
     raise typer.Exit(130)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="adamw, attention, disk or streaming.")],
+) -> None:
+    """Run a benchmark of the source checkout; its own options follow its name."""
+    folder = Path(__file__).parents[3] / "benchmarks"
+    known = sorted(path.stem.removeprefix("bench_") for path in folder.glob("bench_*.py"))
+    if not known:
+        raise InputError(f"{folder}: no benchmarks here", "run it from a clone of the repository")
+    if name not in known:
+        raise InputError(f"no benchmark {name!r}", f"choose one of {', '.join(known)}")
+    command = [sys.executable, str(folder / f"bench_{name}.py"), *context.args]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
 def _presets() -> list[dict[str, Any]]:
     """Each preset's sizes, counted on the meta device."""
     from megaslide.config import AttentionConfig, ModelConfig
@@ -309,6 +343,6 @@ def _presets() -> list[dict[str, Any]]:
         model = resolve_config(ModelConfig(preset=name), AttentionConfig(), **PRESET_CHANNELS)
         parameters = count_parameters(model)
         sizes = {key: getattr(model, key) for key in PRESET_SIZES}
-        state = parameters * STATE_BYTES_PER_PARAMETER["split"]
+        state = parameters * STATE_BYTES_PER_PARAMETER
         rows.append({"preset": name, "parameters": parameters, "state_bytes": state, **sizes})
     return rows

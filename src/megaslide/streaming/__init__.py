@@ -3,6 +3,7 @@
 from megaslide.streaming.filling import reset_parameters
 from megaslide.streaming.model import NonFiniteGradientError, StepResult, StreamedModel, stream
 from megaslide.streaming.options import StreamOptions
+from megaslide.streaming.records import planned_state_bytes
 from megaslide.streaming.transfer import TransferHooks
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "StreamOptions",
     "StreamedModel",
     "TransferHooks",
+    "planned_state_bytes",
     "reset_parameters",
     "stream",
 ]

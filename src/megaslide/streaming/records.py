@@ -15,9 +15,19 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+from torch import nn
 
 from megaslide.ops.adamw import BLOCK8
-from megaslide.streaming.layout import ALIGN, PAGE, ParameterSlice, Segment, UnitLayout, round_up
+from megaslide.streaming.layout import (
+    ALIGN,
+    PAGE,
+    ParameterSlice,
+    Segment,
+    UnitLayout,
+    find_blocks,
+    plan_units,
+    round_up,
+)
 
 StateFormat = Literal["master", "split", "split8"]
 FORMATS: tuple[StateFormat, ...] = get_args(StateFormat)
@@ -117,6 +127,21 @@ def planned_bytes(
         for kind, region in Record(layout, state_format, ema=ema).regions.items():
             total[kind] = total.get(kind, 0) + region.nbytes
     return total
+
+
+def planned_state_bytes(
+    model: nn.Module, *, dtype: torch.dtype | None = None, state_format: StateFormat = "split",
+    ema: bool = False,
+) -> int:  # fmt: skip
+    """Bytes of persistent state that `megaslide.stream` would hold for a model, `meta` or not.
+
+    Raises:
+        ValueError: the model has no repeated blocks.
+    """
+    resident, blocks = plan_units(model, find_blocks(model), dtype)
+    layouts = [unit.layout for unit in (resident, *blocks)]
+    kinds = planned_bytes(layouts, state_format=state_format, ema=ema)
+    return sum(nbytes for kind, nbytes in kinds.items() if kind != "gradients")
 
 
 def _regions(layout: UnitLayout, state_format: StateFormat, *, ema: bool) -> Iterator[Region]:
