@@ -1,6 +1,6 @@
 """Writes docs/configuration.md from the configuration itself, so that the page cannot go stale.
 
-Run by `make format`; a test fails when the page and config.py disagree.
+Run by `make format`; a test fails when the page and the sections disagree.
 """
 
 import types
@@ -17,7 +17,7 @@ from megaslide.config import Config, Triple
 PAGE = Path(__file__).parent / "configuration.md"
 INTRODUCTION = """# Configuration
 
-<!-- Written by docs/generate.py from src/megaslide/config.py. Do not edit: run `make format`. -->
+<!-- Written by docs/generate.py from src/megaslide/config/. Do not edit: run `make format`. -->
 
 One YAML file describes a run. Every key has a default, so a file only holds what differs, and
 any value can be replaced on the command line:
