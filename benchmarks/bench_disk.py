@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     trace, start = Trace(), time.perf_counter()
     streamed = stream(
-        model, dtype=torch.bfloat16, lr=1e-4, tier="disk", state_format=options.state_format,
+        model, dtype=torch.bfloat16, lr=1e-5, tier="disk", state_format=options.state_format,
         gradient_tier=options.gradient_tier, disk_path=options.folder,
         init_weights=reset_parameters, trace=trace,
     )  # fmt: skip

@@ -175,7 +175,7 @@ def test_train_prepares_what_is_missing_then_summarises_then_trains(
     state = re.search(r"([\d.]+) MB \(12 bytes per parameter\)", shown)
     assert parameters, shown
     assert state, shown
-    assert float(state[1]) == pytest.approx(12 * float(parameters[1]), rel=0.01)
+    assert float(state[1]) == pytest.approx(12 * float(parameters[1]), rel=0.02)
     for fact in (
         "6 clips per step, micro-batches of 3",
         "40 samples, 2 held out",
@@ -504,7 +504,7 @@ def test_bench_runs_a_script_with_its_options_and_names_the_known_ones() -> None
     unknown = run.invoke(cli.app, ["bench", "nothing"])
     assert unknown.exit_code == 2
     assert "adamw, disk, streaming" in unknown.output.replace("attention, ", "")
-    command = [sys.executable, "-m", "megaslide", "bench", "streaming", "--help"]
+    command = [sys.executable, "-m", "megaslide", "bench", "streaming", "--unknown"]
     shown = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert shown.returncode == 0
-    assert "--json" in shown.stdout
+    assert shown.returncode == 2
+    assert "bench_streaming.py: error: unrecognized arguments: --unknown" in shown.stderr

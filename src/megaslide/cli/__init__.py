@@ -269,7 +269,7 @@ def _run_summary(config: "Config", model: "Network") -> dict[str, str]:
     at_once = config.offload.micro_batch_size or config.train.train_batch_size
     return {
         "model": f"{model.name}, {count(parameters)} parameters",
-        "state": f"{size(state)} ({state / parameters:.3g} bytes per parameter)",
+        "state": f"{size(state)} ({state / parameters:.0f} bytes per parameter)",
         "device": _device(config.offload.device),
         "batch": f"{batch} clips per step, micro-batches of {at_once}",
         "data": f"{samples} samples, {held_out} held out",
@@ -321,7 +321,7 @@ def bench(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="adamw, attention, disk or streaming.")],
 ) -> None:
-    """Run a benchmark of the source checkout; its own options follow its name."""
+    """Measure this machine with a benchmark of the repository."""
     folder = Path(__file__).parents[3] / "benchmarks"
     known = sorted(path.stem.removeprefix("bench_") for path in folder.glob("bench_*.py"))
     if not known:
