@@ -1,7 +1,7 @@
 // AdamW for one instruction set: every array read once and written once, group by group.
 //
 //   w = master * decay                          m = exp_avg + (g - exp_avg) * (1 - beta1)
-//   v = exp_avg_sq * beta2 + (1 - beta2) g g    master = w - step_size * m / (sqrt(v) / c + eps)
+//   v = exp_avg_sq * beta2 + (1 - beta2) g g    master = w + step_size * m / (sqrt(v) / c + eps)
 //
 // The bits are those of torch's operators: a product and a sum are one operation (`fused`) exactly
 // where theirs are, hence this file is compiled without contraction (CMakeLists.txt).
