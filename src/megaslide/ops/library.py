@@ -15,7 +15,7 @@ import torch
 
 __all__ = ["ABI_VERSION", "BUILD_COMMAND", "check_status", "load", "why_absent"]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """MEGASLIDE_ABI_VERSION of csrc/include/megaslide.h that this package is written for."""
 
 BUILD_COMMAND = "pip install --no-deps -e ."
