@@ -24,7 +24,7 @@ namespace {
 
 // ---- the rule ---------------------------------------------------------------------------------
 
-// Where a query's box holds so much less than the tile's, query by query is faster.
+// Wider boxes would leave the processor's second cache, and hold little that a query reads.
 constexpr int64_t kMostColumns = 4096;
 constexpr int64_t kMostHeadDim = 256;
 
@@ -46,26 +46,19 @@ struct Scratch {
   // Backward alone:
   uint32_t *pairs[2];                      // [32, stride] A and dA of pairs of queries
   uint16_t *turned[2];                     // dO' and Q' as left operands [d/16, 2]
-  uint32_t *query_pairs;                   // [32, d] pairs of queries
 };
 
 struct Widths {
-  int64_t columns;  // at most
-  int64_t stride;   // of rows over columns; not a power of two, whose rows would share cache sets
-  int64_t d;        // padded head_dim
+  int64_t columns;
+  int64_t stride;  // of rows over columns; not a power of two, whose rows would share cache sets
+  int64_t d;       // padded head_dim
 };
 
-Widths widths(const Plan &plan) {
-  Widths widths = {};
-  const int64_t most = rounded(2 * plan.voxels + plan.extra, kDepth);
-  widths.columns = most < kMostColumns ? most : kMostColumns;
-  widths.stride = widths.columns + kSlack + kRows;
-  widths.d = rounded(plan.head_dim, kDepth);
-  return widths;
+Widths widths_of(const Plan &plan, int64_t columns) {
+  return {columns, columns + kSlack + kRows, rounded(plan.head_dim, kDepth)};
 }
 
-int64_t divide(const Plan &plan, void *block, Scratch *s) {
-  const Widths most = widths(plan);
+int64_t divide(const Plan &plan, const Widths &most, void *block, Scratch *s) {
   Arena arena{static_cast<char *>(block), 0};
   divide(plan, &arena, &s->query);
   s->voxel = arena.take<int32_t>(most.columns);
@@ -83,13 +76,17 @@ int64_t divide(const Plan &plan, void *block, Scratch *s) {
   s->sum = arena.take<float>(kRows * most.d);
   for (uint32_t *&pairs : s->pairs) pairs = arena.take<uint32_t>(kTileQueries / 2 * most.stride);
   for (uint16_t *&turned : s->turned) turned = arena.take<uint16_t>(kTileQueries * most.d);
-  s->query_pairs = arena.take<uint32_t>(kTileQueries / 2 * most.d);
   return arena.used;
+}
+
+int64_t most_columns(const Plan &plan) {
+  const int64_t all = rounded(2 * plan.voxels + plan.extra, kDepth);  // 2: see Box
+  return all < kMostColumns ? all : kMostColumns;
 }
 
 int64_t scratch_bytes(const Plan &plan) {
   Scratch scratch;
-  return divide(plan, nullptr, &scratch);
+  return divide(plan, widths_of(plan, most_columns(plan)), nullptr, &scratch);
 }
 
 // ---- rearranging ------------------------------------------------------------------------------
@@ -179,15 +176,57 @@ inline void pack_left(const uint16_t *const *rows, int64_t d, int64_t width, uin
   }
 }
 
-// fp32 to bf16, and zeros in its place.
-inline void take_line(float *line, int64_t columns, uint16_t *to) {
+// fp32 to bf16.
+inline void round_line(const float *line, int64_t columns, uint16_t *to) {
   for (int64_t c = 0; c < columns; c += kDepth) {
     const __m512 low = _mm512_loadu_ps(line + c), high = _mm512_loadu_ps(line + c + kRows);
-    const auto both = reinterpret_cast<Words>(_mm512_cvtne2ps_pbh(high, low));
-    _mm512_storeu_si512(to + c, both);
-    _mm512_storeu_ps(line + c, _mm512_setzero_ps());
-    _mm512_storeu_ps(line + c + kRows, _mm512_setzero_ps());
+    _mm512_storeu_si512(to + c, reinterpret_cast<Words>(_mm512_cvtne2ps_pbh(high, low)));
   }
+}
+
+// Lines of two queries as pairs in bf16, and zeros in their place.
+inline void take_pair(float *const lines[2], int64_t columns, uint32_t *to) {
+  alignas(64) static constexpr uint16_t kTurns[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                      21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                      11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const Words turns = _mm512_load_si512(kTurns);
+  for (int64_t c = 0; c < columns; c += kRows) {
+    const __m512 first = _mm512_loadu_ps(lines[0] + c), next = _mm512_loadu_ps(lines[1] + c);
+    const auto both = reinterpret_cast<Words>(_mm512_cvtne2ps_pbh(next, first));
+    _mm512_storeu_si512(to + c, _mm512_permutexvar_epi16(turns, both));
+    _mm512_storeu_ps(lines[0] + c, _mm512_setzero_ps());
+    _mm512_storeu_ps(lines[1] + c, _mm512_setzero_ps());
+  }
+}
+
+// The tile's rows as left operands [d/16, steps], themselves along the sum; 32 in each step.
+inline void pack_turned(const uint16_t *const *rows, int64_t steps, int64_t d, int64_t width,
+                        uint16_t *to) {
+  for (int64_t at = 0; at < width; at += kDepth) {
+    for (int64_t step = 0; step < steps; ++step) {
+      Words low[kPairs], high[kPairs];
+      for (int64_t pair = 0; pair < kPairs; ++pair) {
+        const uint16_t *const *both = rows + step * kDepth + 2 * pair;
+        interleave(row_at(both[0], at, d), row_at(both[1], at, d), low + pair, high + pair);
+      }
+      transpose(low);
+      transpose(high);
+      uint16_t *tile = to + (at / kRows * steps + step) * (kBytes / 2);
+      for (int i = 0; i < kRows; ++i) {
+        _mm512_storeu_si512(tile + i * kDepth, low[i]);
+        _mm512_storeu_si512(tile + steps * (kBytes / 2) + i * kDepth, high[i]);
+      }
+    }
+  }
+}
+
+inline float dot(const uint16_t *x, const uint16_t *y, int64_t d) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t at = 0; at < d; at += kDepth) {
+    sum = _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(row_at(x, at, d)),
+                           reinterpret_cast<__m512bh>(row_at(y, at, d)));
+  }
+  return sum_lanes<kLanes>(Floats(sum));
 }
 
 // ---- matrix tiles -----------------------------------------------------------------------------
@@ -271,6 +310,35 @@ inline void multiply_rows(const uint16_t *weights, int64_t stride, const uint16_
   }
 }
 
+// to[32, 16] = 32 dimensions of the queries' rows times 16 columns of their weights.
+inline void multiply_queries(const uint16_t *turned, int64_t steps, const uint32_t *pairs,
+                             int64_t stride, float *to) {
+  _tile_zero(0);
+  _tile_zero(1);
+  for (int64_t step = 0; step < steps; ++step) {
+    _tile_loadd(2, pairs + step * kPairs * stride, stride * 4);
+    _tile_loadd(4, turned + step * (kBytes / 2), 64);
+    _tile_dpbf16ps(0, 4, 2);
+    _tile_loadd(5, turned + (steps + step) * (kBytes / 2), 64);
+    _tile_dpbf16ps(1, 5, 2);
+  }
+  _tile_stored(0, to, 64);
+  _tile_stored(1, to + kRows * kRows, 64);
+}
+
+// rows[i][0 .. d) += column i of from[16, 16]; null rows take nothing.
+inline void add_columns(const float *from, int64_t d, float *const *rows) {
+  Words x[kRows];
+  for (int i = 0; i < kRows; ++i) x[i] = _mm512_loadu_si512(from + i * kRows);
+  transpose(x);
+  const auto some = static_cast<__mmask16>(d >= kRows ? 0xffff : (1 << d) - 1);
+  for (int i = 0; i < kRows; ++i) {
+    if (rows[i] == nullptr) continue;
+    const __m512 sum = _mm512_maskz_loadu_ps(some, rows[i]) + reinterpret_cast<__m512>(x[i]);
+    _mm512_mask_storeu_ps(rows[i], some, sum);
+  }
+}
+
 // ---- a tile of queries ------------------------------------------------------------------------
 
 struct Work {
@@ -278,25 +346,27 @@ struct Work {
   const Part &part;
   const Tile tile;
   Scratch s;
-  Widths most;
+  Widths width;
   Box box;
-  int64_t voxels, columns;       // listed; and with extra keys and padding
+  int64_t voxels;                 // in the box
   int64_t volume_row, extra_row;  // first element of the part's rows
 };
 
+// False where the tile is not for this kernel.
 bool begin(const float *offsets, void *block, Work *work) {
   const Plan &plan = work->plan;
-  work->most = widths(plan);
-  if (work->most.d > kMostHeadDim) return false;
-  divide(plan, block, &work->s);
+  if (plan.head_dim > kMostHeadDim || plan.extra > kMostColumns) return false;
+  divide(plan, widths_of(plan, 0), block, &work->s);
   work->box = empty_box();
   for (int64_t i = 0; i < work->tile.count; ++i) {
     place_query(plan, offsets, work->part, query_at(plan, work->tile, i), &work->s.query.taps);
     enclose(plan, work->s.query.taps, &work->box);
   }
   work->voxels = volume(work->box, kMostColumns);
-  work->columns = rounded(work->voxels + plan.extra, kDepth);
-  if (work->columns > work->most.columns) return false;
+  const int64_t columns = rounded(work->voxels + plan.extra, kDepth);
+  if (columns > most_columns(plan)) return false;
+  work->width = widths_of(plan, columns);
+  divide(plan, work->width, block, &work->s);
   list_box(plan, work->box, work->s.voxel);
   const int64_t head = work->part.head * plan.head_dim;
   work->volume_row = work->part.b * plan.voxels * plan.row + head;
@@ -313,7 +383,7 @@ void find_rows(const Work &work, const void *volume, const void *extra) {
   for (int64_t e = 0; e < plan.extra; ++e, ++c) {
     work.s.rows[c] = static_cast<const uint16_t *>(extra) + work.extra_row + e * plan.row;
   }
-  for (; c < work.columns; ++c) work.s.rows[c] = nullptr;
+  for (; c < work.width.columns; ++c) work.s.rows[c] = nullptr;
 }
 
 // Rows [first, first + count) of the tile's queries in an array like q; null beyond the last.
@@ -332,12 +402,12 @@ inline void round_row(const float *from, int64_t d, uint16_t *to) {
 }
 
 bool forward(const Plan &plan, const ForwardArrays &arrays, const Part &part, void *block) {
-  Work work = {plan, part, tile_at(plan, part.tile), {}, {}, {}, 0, 0, 0, 0};
+  Work work = {plan, part, tile_at(plan, part.tile), {}, {}, {}, 0, 0, 0};
   if (!begin(arrays.in.offsets, block, &work)) return false;
   const TileRegisters registers;
   const Scratch &s = work.s;
-  const int64_t d = plan.head_dim, width = work.most.d, stride = work.most.stride;
-  const int64_t columns = work.columns, taps = padded(plan.taps);
+  const int64_t d = plan.head_dim, width = work.width.d, stride = work.width.stride;
+  const int64_t columns = work.width.columns, taps = padded(plan.taps);
   find_rows(work, arrays.in.k, arrays.in.extra_k);
   pack_columns(s.rows, columns, d, width, s.key_columns);
   find_rows(work, arrays.in.v, arrays.in.extra_v);
@@ -362,7 +432,8 @@ bool forward(const Plan &plan, const ForwardArrays &arrays, const Part &part, vo
           softmax(plan, probability);
       spread_query(plan, s.query, probability, line);
       for (int64_t e = 0; e < plan.extra; ++e) line[work.voxels + e] = probability[taps + e];
-      take_line(line, columns, s.weights + (i - first) * stride);
+      round_line(line, columns, s.weights + (i - first) * stride);
+      fill(line, columns, 0.0f);
     }
     multiply_rows(s.weights, stride, s.pair_rows, columns, width, s.sum);
     for (int64_t i = first; i < last; ++i) {
@@ -373,7 +444,117 @@ bool forward(const Plan &plan, const ForwardArrays &arrays, const Part &part, vo
   return true;
 }
 
-bool backward(const Plan &, const BackwardArrays &, const Part &, void *) { return false; }
+// ---- backward ---------------------------------------------------------------------------------
+
+// A and dA of the queries from `first` on, as pairs; dA also as a left operand.
+void weigh_queries(const BackwardArrays &arrays, int64_t first, int64_t last,
+                   const uint16_t *const *grad_out, const uint16_t *const *out, Work *work) {
+  const Plan &plan = work->plan;
+  const Scratch &s = work->s;
+  const int64_t stride = work->width.stride, taps = padded(plan.taps);
+  float *p = s.query.probability + taps, *slope = s.query.slope + taps;
+  for (int64_t i = first; i < last; ++i) {
+    const Query query = query_at(plan, work->tile, i);
+    place_query(plan, arrays.in.offsets, work->part, query, &work->s.query.taps);
+    find_in_box(plan, work->box, &work->s.query.taps);
+    const int64_t at = (work->part.b * plan.voxels + query.n) * plan.heads + work->part.head;
+    const float lse = arrays.lse[at];
+    const float mean = dot(grad_out[i - first], out[i - first], plan.head_dim);  // of dP under P
+    const float *scores = s.scores + (i - first) * stride, *values = s.values + (i - first) * stride;
+    float *const *line = s.line[i % 2];
+    weigh_query(plan, lse, mean, s.query, scores, values, line[0], line[1],
+                offsets_at(arrays, work->part, query, i));
+    for (int64_t e = 0; e < plan.extra; ++e) {
+      p[e] = scores[work->voxels + e];
+      slope[e] = values[work->voxels + e];
+    }
+    if (plan.extra > 0) slopes_of(plan, plan.extra, lse, mean, p, slope);
+    for (int64_t e = 0; e < plan.extra; ++e) {
+      line[0][work->voxels + e] = p[e];
+      line[1][work->voxels + e] = slope[e];
+    }
+    round_line(line[1], work->width.columns, s.weights + (i - first) * stride);
+    if (i % 2 == 0 && i + 1 < last) continue;
+    for (int which = 0; which < 2; ++which) {
+      float *const both[2] = {s.line[0][which], s.line[1][which]};
+      take_pair(both, work->width.columns, s.pairs[which] + i / 2 * stride);
+    }
+  }
+}
+
+// dk += dA' q and dv += A' dout, of the whole tile.
+void add_products(const BackwardArrays &arrays, const Work &work) {
+  const Plan &plan = work.plan;
+  const Scratch &s = work.s;
+  const int64_t d = plan.head_dim, width = work.width.d, stride = work.width.stride;
+  const int64_t steps = (work.tile.count + kDepth - 1) / kDepth;
+  for (int64_t pair = (work.tile.count + 1) / 2; pair < steps * kPairs; ++pair) {
+    for (uint32_t *pairs : s.pairs) {
+      for (int64_t c = 0; c < work.width.columns; ++c) pairs[pair * stride + c] = 0;
+    }
+  }
+  const void *const queries[] = {arrays.grad_out, arrays.in.q};
+  float *const volumes[] = {arrays.grad.v, arrays.grad.k};
+  float *const extras[] = {arrays.grad.extra_v, arrays.grad.extra_k};
+  for (int which = 0; which < 2; ++which) {
+    const uint16_t *rows[kTileQueries];
+    find_queries(work, queries[which], 0, kTileQueries, rows);
+    pack_turned(rows, steps, d, width, s.turned[which]);
+    for (int64_t column = 0; column < work.width.columns; column += kRows) {
+      float *to[kRows];
+      for (int64_t c = column; c < column + kRows; ++c) {
+        const int64_t e = c - work.voxels;
+        to[c - column] = e < 0 ? volumes[which] + work.volume_row + s.voxel[c] * plan.row
+                         : e < plan.extra ? extras[which] + work.extra_row + e * plan.row
+                                          : nullptr;
+      }
+      for (int64_t at = 0; at < width; at += kDepth) {
+        multiply_queries(s.turned[which] + at / kRows * steps * (kBytes / 2), steps,
+                         s.pairs[which] + column, stride, s.sum);
+        for (int64_t half = 0; half < 2 && at + half * kRows < d; ++half) {
+          add_columns(s.sum + half * kRows * kRows, d - at - half * kRows, to);
+          for (float *&row : to) row += row == nullptr ? 0 : kRows;
+        }
+      }
+    }
+  }
+}
+
+bool backward(const Plan &plan, const BackwardArrays &arrays, const Part &part, void *block) {
+  Work work = {plan, part, tile_at(plan, part.tile), {}, {}, {}, 0, 0, 0};
+  if (!begin(arrays.in.offsets, block, &work)) return false;
+  const TileRegisters registers;
+  const Scratch &s = work.s;
+  const int64_t d = plan.head_dim, width = work.width.d, stride = work.width.stride;
+  const int64_t columns = work.width.columns;
+  find_rows(work, arrays.in.v, arrays.in.extra_v);
+  pack_columns(s.rows, columns, d, width, s.value_columns);
+  find_rows(work, arrays.in.k, arrays.in.extra_k);
+  pack_columns(s.rows, columns, d, width, s.key_columns);
+  pack_pairs(s.rows, columns, d, width, s.pair_rows);
+  for (auto &of_query : s.line) {
+    for (float *line : of_query) fill(line, stride, 0.0f);
+  }
+  for (int64_t first = 0; first < work.tile.count; first += kRows) {
+    const uint16_t *q[kRows], *grad_out[kRows], *out[kRows];
+    find_queries(work, arrays.in.q, first, kRows, q);
+    find_queries(work, arrays.grad_out, first, kRows, grad_out);
+    find_queries(work, arrays.out, first, kRows, out);
+    pack_left(q, d, width, s.left);
+    pack_left(grad_out, d, width, s.left_too);
+    multiply_columns(s.left, s.key_columns, columns, width, stride, s.scores);
+    multiply_columns(s.left_too, s.value_columns, columns, width, stride, s.values);
+    const int64_t last = first + kRows < work.tile.count ? first + kRows : work.tile.count;
+    weigh_queries(arrays, first, last, grad_out, out, &work);
+    multiply_rows(s.weights, stride, s.pair_rows, columns, width, s.sum);
+    for (int64_t i = first; i < last; ++i) {
+      auto *to = static_cast<uint16_t *>(arrays.grad.q) + work.volume_row;
+      round_row(s.sum + (i - first) * width, d, to + query_at(plan, work.tile, i).n * plan.row);
+    }
+  }
+  add_products(arrays, work);
+  return true;
+}
 
 }  // namespace
 
