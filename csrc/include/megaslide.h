@@ -33,8 +33,8 @@ typedef enum megaslide_status {
 MEGASLIDE_API int32_t megaslide_abi_version(void);
 MEGASLIDE_API const char *megaslide_status_string(int32_t status);
 
-/* Kernels exist once per instruction set ("x86-64-v4", "x86-64-v3", "baseline"); the best that
- * the processor has is taken. `use` makes the whole process take another one (to test it on a
+/* Kernels exist once per instruction set ("x86-64-v4-amx", which is "x86-64-v4" with bf16 matrix
+ * tiles, "x86-64-v4", "x86-64-v3", "baseline"); the best that the processor has is taken. `use` makes the whole process take another one (to test it on a
  * newer machine), or answers MEGASLIDE_UNSUPPORTED. */
 MEGASLIDE_API const char *megaslide_instruction_set(void);
 MEGASLIDE_API int32_t megaslide_use_instruction_set(const char *name);
@@ -58,6 +58,9 @@ typedef enum megaslide_offset_kind {
   MEGASLIDE_OFFSETS_TAP = 3
 } megaslide_offset_kind;
 
+/* Of q, k, v, the extra keys, out and its gradient; sums are fp32 whatever it is. */
+typedef enum megaslide_dtype { MEGASLIDE_FLOAT32 = 0, MEGASLIDE_BFLOAT16 = 1 } megaslide_dtype;
+
 typedef struct megaslide_attention_shape {
   int64_t batch;
   int64_t size[3];   /* T, H, W */
@@ -67,32 +70,35 @@ typedef struct megaslide_attention_shape {
   int64_t groups;    /* of offsets; divides heads; head h uses group h / (heads / groups) */
   int64_t extra;     /* 0: extra_k and extra_v are not read */
   int32_t kind;      /* megaslide_offset_kind */
+  int32_t dtype;     /* megaslide_dtype */
   int32_t threads;   /* at most this many, the calling one included; results do not depend on it */
   float scale;       /* factor on q.k */
 } megaslide_attention_shape;
 
 typedef struct megaslide_attention_inputs {
-  const float *q, *k, *v;
+  const void *q, *k, *v;
   const float *offsets;            /* not read with MEGASLIDE_OFFSETS_NONE */
-  const float *extra_k, *extra_v;
+  const void *extra_k, *extra_v;
 } megaslide_attention_inputs;
 
+/* Those that queries add to are fp32 for either dtype. */
 typedef struct megaslide_attention_gradients {
-  float *q, *k, *v;
+  void *q;
+  float *k, *v;
   float *offsets;                  /* NULL: not wanted */
   float *extra_k, *extra_v;
 } megaslide_attention_gradients;
 
-/* Writes out and lse. */
+/* Writes out, and lse in fp32. */
 MEGASLIDE_API int32_t megaslide_attention_forward(const megaslide_attention_shape *shape,
                                                   const megaslide_attention_inputs *inputs,
-                                                  float *out, float *lse);
+                                                  void *out, float *lse);
 
 /* Writes (does not add to) the gradients, from what the forward wrote and the gradient of out. */
 MEGASLIDE_API int32_t megaslide_attention_backward(const megaslide_attention_shape *shape,
                                                    const megaslide_attention_inputs *inputs,
-                                                   const float *out, const float *lse,
-                                                   const float *grad_out,
+                                                   const void *out, const float *lse,
+                                                   const void *grad_out,
                                                    const megaslide_attention_gradients *gradients);
 
 /* ---- depthwise convolution ------------------------------------------------------------------

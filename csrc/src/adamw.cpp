@@ -18,7 +18,7 @@ static_assert(kItem % kGroup == 0);
 
 const AdamWKernels &kernels() {
 #if defined(MEGASLIDE_X86_KERNELS)
-  if (instruction_set() == InstructionSet::x86_64_v4) return x86_64_v4::adamw_kernels;
+  if (instruction_set() >= InstructionSet::x86_64_v4) return x86_64_v4::adamw_kernels;
   if (instruction_set() == InstructionSet::x86_64_v3) return x86_64_v3::adamw_kernels;
 #endif
   return baseline::adamw_kernels;

@@ -1,10 +1,10 @@
 // 3D-DSA behind the C interface: checks, memory, and how the work is divided among threads.
 //
-// Forward: blocks of queries of one batch element and head, all independent. Backward: one item
-// per batch element and head, which alone adds to its rows of dk and dv, in the order of queries;
-// so results are the same bits for any number of threads. A group's offsets get their gradient
-// from several heads: each head writes its own, and they are added in the order of heads, chunk of
-// queries by chunk of queries to bound that memory.
+// Forward: tiles of queries of one batch element and head, all independent. Backward: one item per
+// batch element and head, which alone adds to its rows of dk and dv, in the order of tiles; so
+// results are the same bits for any number of threads. A group's offsets get their gradient from
+// several heads: each head writes its own, and they are added in the order of heads, chunk of
+// tiles by chunk of tiles to bound that memory.
 #include "deformable_attention.h"
 
 #include <algorithm>
@@ -20,15 +20,26 @@
 namespace megaslide {
 namespace {
 
-constexpr int64_t kForwardBlock = 128;               // queries per item
-constexpr int64_t kPartialFloats = int64_t{4} << 20;  // bound on the heads' own offset gradients
+constexpr int64_t kPartialFloats = int64_t{1} << 19;  // bound on the heads' own offset gradients
 
-const AttentionKernels &kernels() {
-#if defined(MEGASLIDE_X86_KERNELS)
-  if (instruction_set() == InstructionSet::x86_64_v4) return x86_64_v4::attention_kernels;
-  if (instruction_set() == InstructionSet::x86_64_v3) return x86_64_v3::attention_kernels;
+// Kernels that take everything, and those that are asked first, or null.
+struct Kernels {
+  const AttentionKernels *any, *first;
+};
+
+Kernels kernels(int32_t dtype) {
+#if defined(MEGASLIDE_AMX_KERNELS)
+  if (instruction_set() >= InstructionSet::x86_64_v4_amx && dtype == MEGASLIDE_BFLOAT16) {
+    return {&x86_64_v4::attention_kernels, &x86_64_v4_amx::attention_kernels};
+  }
+#else
+  (void)dtype;
 #endif
-  return baseline::attention_kernels;
+#if defined(MEGASLIDE_X86_KERNELS)
+  if (instruction_set() >= InstructionSet::x86_64_v4) return {&x86_64_v4::attention_kernels, nullptr};
+  if (instruction_set() >= InstructionSet::x86_64_v3) return {&x86_64_v3::attention_kernels, nullptr};
+#endif
+  return {&baseline::attention_kernels, nullptr};
 }
 
 // ---- arguments --------------------------------------------------------------------------------
@@ -45,7 +56,8 @@ bool valid_shape(const megaslide_attention_shape &shape) {
   const bool sizes = shape.batch >= 0 && shape.heads >= 1 && shape.head_dim >= 1 &&
                      shape.extra >= 0 && shape.extra <= kMost && shape.threads >= 1;
   const bool groups = shape.groups >= 1 && shape.heads % shape.groups == 0;
-  return sizes && groups && shape.kind >= MEGASLIDE_OFFSETS_NONE &&
+  const bool dtype = shape.dtype == MEGASLIDE_FLOAT32 || shape.dtype == MEGASLIDE_BFLOAT16;
+  return sizes && groups && dtype && shape.kind >= MEGASLIDE_OFFSETS_NONE &&
          shape.kind <= MEGASLIDE_OFFSETS_TAP;
 }
 
@@ -68,14 +80,31 @@ bool valid_gradients(const megaslide_attention_shape &shape,
 struct PlannedWork {
   Plan plan;
   std::vector<float> index[3], centred[3];
-  std::vector<int32_t> iota;
+  std::vector<int32_t> number, iota;
 };
 
+// Taps whose indices have the same parity on every axis come together: in a window that is not
+// deformed much, such taps share no voxel.
+void order_taps(PlannedWork *work) {
+  const int64_t *window = work->plan.window;
+  for (int64_t parity = 0; parity < 8; ++parity) {
+    for (int64_t t = parity >> 2; t < window[0]; t += 2) {
+      for (int64_t h = parity >> 1 & 1; h < window[1]; h += 2) {
+        for (int64_t w = parity & 1; w < window[2]; w += 2) {
+          work->number.push_back(static_cast<int32_t>((t * window[1] + h) * window[2] + w));
+        }
+      }
+    }
+  }
+  work->plan.number = work->number.data();
+}
+
 void plan_taps(PlannedWork *work) {
+  order_taps(work);
   Plan &plan = work->plan;
   const int64_t *window = plan.window;
   for (int64_t i = 0; i < padded(plan.taps); ++i) {
-    const int64_t j = std::min(i, plan.taps - 1);
+    const int64_t j = work->number[static_cast<size_t>(std::min(i, plan.taps - 1))];
     const int64_t at[3] = {j / (window[1] * window[2]), j / window[2] % window[1], j % window[2]};
     for (int axis = 0; axis < 3; ++axis) {
       const auto index = static_cast<float>(at[axis]);
@@ -86,6 +115,14 @@ void plan_taps(PlannedWork *work) {
   for (int axis = 0; axis < 3; ++axis) {
     plan.index[axis] = work->index[axis].data();
     plan.centred[axis] = work->centred[axis].data();
+  }
+}
+
+void plan_tiles(Plan *plan) {
+  const int64_t video[3] = {2, 4, 8}, image[3] = {1, 8, 8};
+  for (int axis = 0; axis < 3; ++axis) {
+    plan->tile[axis] = plan->size[0] > 1 ? video[axis] : image[axis];
+    plan->tiles[axis] = (plan->size[axis] + plan->tile[axis] - 1) / plan->tile[axis];
   }
 }
 
@@ -106,11 +143,13 @@ void plan_work(const megaslide_attention_shape &shape, PlannedWork *work) {
   plan.extra = shape.extra;
   plan.row = shape.heads * shape.head_dim;
   plan.kind = shape.kind;
+  plan.dtype = shape.dtype;
   plan.scale = shape.scale;
   const int64_t channels[] = {0, 3, 12, 3 * plan.taps};
   plan.channels = channels[shape.kind];
   plan.capacity = shape.kind == MEGASLIDE_OFFSETS_NONE ? plan.taps : 8 * plan.taps;
   plan_taps(work);
+  plan_tiles(&plan);
   for (int64_t e = 0; e < padded(plan.extra); ++e) {
     work->iota.push_back(static_cast<int32_t>(e < plan.extra ? e : 0));
   }
@@ -120,8 +159,8 @@ void plan_work(const megaslide_attention_shape &shape, PlannedWork *work) {
 // One block of scratch per thread, on cache lines of its own.
 class ThreadScratch {
  public:
-  ThreadScratch(const Plan &plan, int threads)
-      : bytes_(static_cast<size_t>(kernels().scratch_bytes(plan))),
+  ThreadScratch(const Plan &plan, const Kernels &kernels, int threads)
+      : bytes_(bytes(plan, kernels)),
         block_(static_cast<char *>(
             ::operator new(bytes_ *static_cast<size_t>(threads), std::align_val_t{kAlign}))) {}
   ~ThreadScratch() { ::operator delete(block_, std::align_val_t{kAlign}); }
@@ -132,22 +171,31 @@ class ThreadScratch {
 
  private:
   static constexpr size_t kAlign = 64;
+
+  static size_t bytes(const Plan &plan, const Kernels &kernels) {
+    const int64_t any = kernels.any->scratch_bytes(plan);
+    const int64_t first = kernels.first == nullptr ? 0 : kernels.first->scratch_bytes(plan);
+    return static_cast<size_t>(std::max(any, first));
+  }
+
   size_t bytes_;
   char *block_;
 };
 
 // ---- forward ----------------------------------------------------------------------------------
 
+int64_t tile_count(const Plan &plan) { return plan.tiles[0] * plan.tiles[1] * plan.tiles[2]; }
+
 void run_forward(const Plan &plan, const ForwardArrays &arrays, int threads) {
-  const AttentionKernels &kernel = kernels();
-  const int64_t blocks = (plan.voxels + kForwardBlock - 1) / kForwardBlock;
-  const int64_t items = plan.batch * plan.heads * blocks;
-  const ThreadScratch scratch(plan, threads);
-  parallel_for(items, threads, [&](int64_t item, int worker) {
-    const int64_t first = item % blocks * kForwardBlock;
-    const Part part{item / blocks / plan.heads, item / blocks % plan.heads, first,
-                    std::min(first + kForwardBlock, plan.voxels)};
-    kernel.forward(plan, arrays, part, scratch.of(worker));
+  const Kernels kernel = kernels(plan.dtype);
+  const int64_t tiles = tile_count(plan);
+  const ThreadScratch scratch(plan, kernel, threads);
+  parallel_for(plan.batch * plan.heads * tiles, threads, [&](int64_t item, int worker) {
+    const int64_t row = item / tiles;
+    const Part part{row / plan.heads, row % plan.heads, item % tiles};
+    void *own = scratch.of(worker);
+    if (kernel.first && kernel.first->forward(plan, arrays, part, own)) return;
+    kernel.any->forward(plan, arrays, part, own);
   });
 }
 
@@ -168,58 +216,81 @@ void clear_gradients(const Plan &plan, const megaslide_attention_gradients &grad
   }
 }
 
-// The heads' own offset gradients of one chunk of queries: [batch, heads, chunk, channels].
+// The heads' own offset gradients of one chunk of tiles:
+// [batch, heads, chunk, kTileQueries, channels].
 struct Partials {
   std::vector<float> floats;
-  int64_t chunk;  // queries
+  int64_t chunk;  // tiles
 };
 
 Partials allocate_partials(const Plan &plan, bool wanted) {
-  if (!wanted || plan.groups == plan.heads) return {{}, plan.voxels};
-  const int64_t per_query = std::max<int64_t>(1, plan.batch * plan.heads * plan.channels);
-  const int64_t chunk = std::clamp<int64_t>(kPartialFloats / per_query, 1, plan.voxels);
-  return {std::vector<float>(static_cast<size_t>(per_query * chunk)), chunk};
+  const int64_t tiles = tile_count(plan);
+  if (!wanted || plan.groups == plan.heads) return {{}, tiles};
+  const int64_t per_tile =
+      std::max<int64_t>(1, plan.batch * plan.heads * plan.channels * kTileQueries);
+  const int64_t chunk = std::clamp<int64_t>(kPartialFloats / per_tile, 1, tiles);
+  return {std::vector<float>(static_cast<size_t>(per_tile * chunk)), chunk};
 }
 
 // Adds the heads of each group, in order; item = (b, group).
 void add_heads(const Plan &plan, const Partials &partials, int64_t first, int64_t last,
                int64_t item, float *grad_offsets) {
   const int64_t heads = plan.heads / plan.groups, b = item / plan.groups;
-  const int64_t group = item % plan.groups, stride = partials.chunk * plan.channels;
-  const float *from = partials.floats.data() + (b * plan.heads + group * heads) * stride;
-  for (int64_t n = first; n < last; ++n, from += plan.channels) {
-    float *to = grad_offsets + ((b * plan.voxels + n) * plan.groups + group) * plan.channels;
-    for (int64_t c = 0; c < plan.channels; ++c) {
-      float sum = 0.0f;
-      for (int64_t head = 0; head < heads; ++head) sum += from[head * stride + c];
-      to[c] = sum;
+  const int64_t group = item % plan.groups;
+  const int64_t stride = partials.chunk * kTileQueries * plan.channels;
+  const float *chunk = partials.floats.data() + (b * plan.heads + group * heads) * stride;
+  for (int64_t number = first; number < last; ++number) {
+    const Tile tile = tile_at(plan, number);
+    for (int64_t i = 0; i < tile.count; ++i) {
+      const int64_t n = query_at(plan, tile, i).n;
+      float *to = grad_offsets + ((b * plan.voxels + n) * plan.groups + group) * plan.channels;
+      const float *from = chunk + ((number - first) * kTileQueries + i) * plan.channels;
+      for (int64_t c = 0; c < plan.channels; ++c) {
+        float sum = 0.0f;
+        for (int64_t head = 0; head < heads; ++head) sum += from[head * stride + c];
+        to[c] = sum;
+      }
     }
   }
 }
 
+// One batch element's and head's share of the arrays, for tiles from `first` on.
+BackwardArrays own_arrays(const Plan &plan, const BackwardArrays &arrays, Partials *partials,
+                          int64_t item, int64_t first) {
+  BackwardArrays own = arrays;
+  float *grad_offsets = arrays.grad.offsets;
+  own.chunked = !partials->floats.empty();
+  own.first_tile = first;
+  own.offset_row = own.chunked ? plan.channels : plan.groups * plan.channels;
+  if (plan.kind == MEGASLIDE_OFFSETS_NONE || grad_offsets == nullptr) return own;
+  const int64_t b = item / plan.heads, head = item % plan.heads;
+  own.offsets = own.chunked ? partials->floats.data() +
+                                  item * partials->chunk * kTileQueries * plan.channels
+                            : grad_offsets + (b * plan.voxels * plan.groups + head) * plan.channels;
+  return own;
+}
+
 void run_backward(const Plan &plan, const BackwardArrays &arrays, int threads) {
-  const AttentionKernels &kernel = kernels();
-  const ThreadScratch scratch(plan, threads);
-  float *grad_offsets = plan.kind == MEGASLIDE_OFFSETS_NONE ? nullptr : arrays.grad.offsets;
-  Partials partials = allocate_partials(plan, grad_offsets != nullptr);
-  const bool direct = partials.floats.empty();
-  for (int64_t first = 0; first < plan.voxels; first += partials.chunk) {
-    const int64_t last = std::min(first + partials.chunk, plan.voxels);
+  const Kernels kernel = kernels(plan.dtype);
+  const ThreadScratch scratch(plan, kernel, threads);
+  const bool wanted = plan.kind != MEGASLIDE_OFFSETS_NONE && arrays.grad.offsets != nullptr;
+  Partials partials = allocate_partials(plan, wanted);
+  const int64_t tiles = tile_count(plan);
+  for (int64_t first = 0; first < tiles; first += partials.chunk) {
+    const int64_t last = std::min(first + partials.chunk, tiles);
     parallel_for(plan.batch * plan.heads, threads, [&](int64_t item, int worker) {
-      const Part part{item / plan.heads, item % plan.heads, first, last};
-      BackwardArrays own = arrays;
-      own.offset_row = direct ? plan.groups * plan.channels : plan.channels;
-      if (grad_offsets != nullptr) {
-        own.offsets = direct ? grad_offsets + (part.b * plan.voxels * plan.groups + part.head) *
-                                                  plan.channels
-                             : partials.floats.data() + item * partials.chunk * plan.channels;
-      }
+      const BackwardArrays own = own_arrays(plan, arrays, &partials, item, first);
+      Part part{item / plan.heads, item % plan.heads, first};
       if (first == 0) clear_gradients(plan, arrays.grad, part.b, part.head);
-      kernel.backward(plan, own, part, scratch.of(worker));
+      for (; part.tile < last; ++part.tile) {
+        void *block = scratch.of(worker);
+        if (kernel.first && kernel.first->backward(plan, own, part, block)) continue;
+        kernel.any->backward(plan, own, part, block);
+      }
     });
-    if (direct) continue;
+    if (partials.floats.empty()) continue;
     parallel_for(plan.batch * plan.groups, threads, [&](int64_t item, int) {
-      add_heads(plan, partials, first, last, item, grad_offsets);
+      add_heads(plan, partials, first, last, item, arrays.grad.offsets);
     });
   }
 }
@@ -242,7 +313,7 @@ int32_t planned(const megaslide_attention_shape &shape, const Run &run) {
 extern "C" {
 
 int32_t megaslide_attention_forward(const megaslide_attention_shape *shape,
-                                    const megaslide_attention_inputs *inputs, float *out,
+                                    const megaslide_attention_inputs *inputs, void *out,
                                     float *lse) {
   using namespace megaslide;
   const bool given = shape && inputs && (shape->batch == 0 || (out && lse));
@@ -255,8 +326,8 @@ int32_t megaslide_attention_forward(const megaslide_attention_shape *shape,
 }
 
 int32_t megaslide_attention_backward(const megaslide_attention_shape *shape,
-                                     const megaslide_attention_inputs *inputs, const float *out,
-                                     const float *lse, const float *grad_out,
+                                     const megaslide_attention_inputs *inputs, const void *out,
+                                     const float *lse, const void *grad_out,
                                      const megaslide_attention_gradients *gradients) {
   using namespace megaslide;
   const bool given = shape && inputs && gradients &&
@@ -266,7 +337,7 @@ int32_t megaslide_attention_backward(const megaslide_attention_shape *shape,
     return MEGASLIDE_INVALID_ARGUMENT;
   }
   return planned(*shape, [&](const Plan &plan) {
-    run_backward(plan, {*inputs, out, lse, grad_out, *gradients, nullptr, 0}, shape->threads);
+    run_backward(plan, {*inputs, out, lse, grad_out, *gradients, nullptr, 0, false, 0}, shape->threads);
   });
 }
 

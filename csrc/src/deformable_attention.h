@@ -1,7 +1,9 @@
-// What the driver (deformable_attention.cpp) and the kernels of each instruction set share.
+// What the driver (deformable_attention.cpp) and the kernels share.
 //
 // B batch, N = T*H*W voxels, K taps, E extra keys; axes are ordered (t, h, w). A "row" is the
-// head_dim floats of one voxel (or extra key) and head; rows of neighbours are `row` floats apart.
+// head_dim elements of one voxel (or extra key) and head; rows of neighbours are `row` elements
+// apart. Queries are visited tile by tile, small boxes of the volume, so that those that follow
+// each other read mostly the same rows.
 #pragma once
 
 #include <cstdint>
@@ -15,16 +17,22 @@ constexpr int64_t kPad = 16;
 
 constexpr int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 
+constexpr int64_t kTileQueries = 64;  // at most
+
 // Everything that is the same for all queries.
 struct Plan {
   int64_t batch, voxels, heads, head_dim, groups, extra;
-  int64_t row;       // floats between the rows of neighbouring voxels: heads * head_dim
+  int64_t row;       // elements between the rows of neighbouring voxels: heads * head_dim
   int64_t channels;  // numbers per offset group
   int64_t size[3], window[3];
-  int64_t taps;  // K
+  int64_t taps;      // K
   int64_t capacity;  // most voxels one query may read, counted with repetition
-  int32_t kind;
+  int64_t tile[3];   // queries per axis of a tile that the border does not cut
+  int64_t tiles[3];  // tiles per axis
+  int32_t kind, dtype;
   float scale;
+  // Of taps in the order in which kernels hold them where they are not a rigid grid (sampling.h).
+  const int32_t *number;    // [K] number of a tap in the window
   const float *index[3];    // [padded K] index of a tap in the window; padding repeats the last
   const float *centred[3];  // the same, from the window's centre
   const int32_t *iota;      // [padded E] 0, 1, 2, ...
@@ -32,29 +40,74 @@ struct Plan {
 
 struct ForwardArrays {
   megaslide_attention_inputs in;
-  float *out, *lse;
+  void *out;
+  float *lse;
 };
 
 struct BackwardArrays {
   megaslide_attention_inputs in;
-  const float *out, *lse, *grad_out;
+  const void *out;
+  const float *lse;
+  const void *grad_out;
   megaslide_attention_gradients grad;
-  // Gradient of the offsets by one head: query `first` of the chunk is at offsets[0], others
-  // follow `offset_row` floats apart. Null where it is not wanted.
+  // Gradient of the offsets by one head, null where it is not wanted. That of voxel n is at
+  // offsets[n * offset_row], or, in a chunk of tiles, that of query i of tile t at
+  // offsets[((t - first_tile) * kTileQueries + i) * offset_row].
   float *offsets;
   int64_t offset_row;
+  bool chunked;
+  int64_t first_tile;
 };
 
-// Queries [first, last) of one batch element and head.
+// The queries of one tile, one batch element and head.
 struct Part {
-  int64_t b, head, first, last;
+  int64_t b, head, tile;
 };
 
+struct Tile {
+  int64_t origin[3], extent[3];
+  int64_t count;  // queries
+};
+
+namespace {  // one of its own in every build, see instruction_set.h
+
+inline Tile tile_at(const Plan &plan, int64_t number) {
+  const int64_t at[3] = {number / (plan.tiles[1] * plan.tiles[2]),
+                         number / plan.tiles[2] % plan.tiles[1], number % plan.tiles[2]};
+  Tile tile = {};
+  tile.count = 1;
+  for (int axis = 0; axis < 3; ++axis) {
+    const int64_t origin = at[axis] * plan.tile[axis], left = plan.size[axis] - origin;
+    tile.origin[axis] = origin;
+    tile.extent[axis] = left < plan.tile[axis] ? left : plan.tile[axis];
+    tile.count *= tile.extent[axis];
+  }
+  return tile;
+}
+
+struct Query {
+  int64_t n, voxel[3];
+};
+
+inline Query query_at(const Plan &plan, const Tile &tile, int64_t i) {
+  const int64_t *extent = tile.extent;
+  const int64_t at[3] = {i / (extent[1] * extent[2]), i / extent[2] % extent[1], i % extent[2]};
+  Query query = {};
+  for (int axis = 0; axis < 3; ++axis) {
+    query.voxel[axis] = tile.origin[axis] + at[axis];
+    query.n = query.n * plan.size[axis] + query.voxel[axis];
+  }
+  return query;
+}
+
+}  // namespace
+
+// Kernels answer false, having done nothing, for a tile that they do not suit.
 struct AttentionKernels {
   int64_t (*scratch_bytes)(const Plan &plan);  // per thread
-  void (*forward)(const Plan &plan, const ForwardArrays &arrays, const Part &part, void *scratch);
+  bool (*forward)(const Plan &plan, const ForwardArrays &arrays, const Part &part, void *scratch);
   // Adds to the rows of k, v and the extra keys, which belong to (b, head) alone.
-  void (*backward)(const Plan &plan, const BackwardArrays &arrays, const Part &part,
+  bool (*backward)(const Plan &plan, const BackwardArrays &arrays, const Part &part,
                    void *scratch);
 };
 
@@ -66,6 +119,9 @@ extern const AttentionKernels attention_kernels;
 }
 namespace x86_64_v4 {
 extern const AttentionKernels attention_kernels;
+}
+namespace x86_64_v4_amx {
+extern const AttentionKernels attention_kernels;  // bf16 alone, and not every tile
 }
 
 }  // namespace megaslide

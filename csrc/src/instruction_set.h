@@ -8,7 +8,8 @@
 
 namespace megaslide {
 
-enum class InstructionSet { baseline, x86_64_v3, x86_64_v4 };
+// In ascending order: each has all that those before it have.
+enum class InstructionSet { baseline, x86_64_v3, x86_64_v4, x86_64_v4_amx };
 
 InstructionSet instruction_set();
 

@@ -5,10 +5,34 @@
 #include "instruction_set.h"
 #include "megaslide.h"
 
+#if defined(MEGASLIDE_AMX_KERNELS)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace megaslide {
 namespace {
 
-constexpr const char *kNames[] = {"baseline", "x86-64-v3", "x86-64-v4"};
+constexpr const char *kNames[] = {"baseline", "x86-64-v3", "x86-64-v4", "x86-64-v4-amx"};
+
+#if defined(MEGASLIDE_AMX_KERNELS)
+// Linux hands out the state of the tile registers on request only.
+bool may_use_tiles() {
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+}
+
+bool has_tiles() {
+  uint32_t a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
+  constexpr uint32_t kBf16 = 1u << 22, kTile = 1u << 24;
+  const bool tiles = (d & kBf16) != 0 && (d & kTile) != 0;
+  if (!tiles || __get_cpuid_count(7, 1, &a, &b, &c, &d) == 0) return false;
+  constexpr uint32_t kConversions = 1u << 5;  // AVX512_BF16
+  return (a & kConversions) != 0 && may_use_tiles();
+}
+#endif
 
 bool supported(InstructionSet set) {
 #if defined(MEGASLIDE_X86_KERNELS)
@@ -18,6 +42,9 @@ bool supported(InstructionSet set) {
   const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                   __builtin_cpu_supports("avx512vl");
+#if defined(MEGASLIDE_AMX_KERNELS)
+  if (set == InstructionSet::x86_64_v4_amx) return v4 && has_tiles();
+#endif
   if (set == InstructionSet::x86_64_v4) return v4;
   if (set == InstructionSet::x86_64_v3) return v3;
 #endif
@@ -25,8 +52,10 @@ bool supported(InstructionSet set) {
 }
 
 InstructionSet best() {
-  if (supported(InstructionSet::x86_64_v4)) return InstructionSet::x86_64_v4;
-  if (supported(InstructionSet::x86_64_v3)) return InstructionSet::x86_64_v3;
+  for (const InstructionSet set : {InstructionSet::x86_64_v4_amx, InstructionSet::x86_64_v4,
+                                   InstructionSet::x86_64_v3}) {
+    if (supported(set)) return set;
+  }
   return InstructionSet::baseline;
 }
 
@@ -65,7 +94,7 @@ const char *megaslide_instruction_set(void) {
 }
 
 int32_t megaslide_use_instruction_set(const char *name) {
-  for (int i = 0; name != nullptr && i < 3; ++i) {
+  for (int i = 0; name != nullptr && i < 4; ++i) {
     const auto set = static_cast<megaslide::InstructionSet>(i);
     if (std::strcmp(name, megaslide::kNames[i]) == 0 && megaslide::supported(set)) {
       megaslide::chosen().store(set);

@@ -68,26 +68,64 @@ MEGASLIDE_INLINE float sum_lanes(Vec<W> x) {
   }
 }
 
+// ---- elements ---------------------------------------------------------------------------------
+
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+inline float widen(float x) { return x; }
+inline float widen(Bfloat16 x) { return __builtin_bit_cast(float, uint32_t{x.bits} << 16); }
+
+// W elements as fp32.
+template <int W>
+MEGASLIDE_INLINE Vec<W> load_row(const float *from) {
+  return load<W>(from);
+}
+
+template <int W>
+MEGASLIDE_INLINE Vec<W> load_row(const Bfloat16 *from) {
+  if constexpr (W == 1) {
+    return widen(*from);
+  } else {
+    const auto bits = load<W>(reinterpret_cast<const uint16_t *>(from));
+    return reinterpret_cast<Vec<W>>(__builtin_convertvector(bits, Vec<W, uint32_t>) << 16);
+  }
+}
+
+inline void narrow(const float *from, int64_t count, float *to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+}
+
+// To the nearest, ties to even.
+inline void narrow(const float *from, int64_t count, Bfloat16 *to) {
+  for (int64_t i = 0; i < count; ++i) {
+    const auto bits = __builtin_bit_cast(uint32_t, from[i]);
+    const uint32_t rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+    to[i].bits = static_cast<uint16_t>(from[i] == from[i] ? rounded >> 16 : bits >> 16 | 0x40u);
+  }
+}
+
 // ---- the products -----------------------------------------------------------------------------
 
 struct List {
-  const int32_t *index;  // rows, in units of `stride` floats
+  const int32_t *index;  // rows, in units of `stride` elements
   int64_t stride;
   int64_t count;
 };
 
 // out[e] = x . rows[e], for the padded list.
-template <int W, int D>
-void dots(const float *x, const float *rows, const List &list, int64_t d, float *out) {
+template <typename T, int W, int D>
+void dots(const float *x, const T *rows, const List &list, int64_t d, float *out) {
   const int64_t width = D > 0 ? D : d;
   for (int64_t e = 0; e < list.count; e += W) {
     Vec<W> parts[W];
     MEGASLIDE_UNROLL(16)
     for (int i = 0; i < W; ++i) {
-      const float *row = rows + list.index[e + i] * list.stride;
-      Vec<W> sum = load<W>(x) * load<W>(row);
+      const T *row = rows + list.index[e + i] * list.stride;
+      Vec<W> sum = load<W>(x) * load_row<W>(row);
       MEGASLIDE_UNROLL(8)
-      for (int64_t c = W; c < width; c += W) sum += load<W>(x + c) * load<W>(row + c);
+      for (int64_t c = W; c < width; c += W) sum += load<W>(x + c) * load_row<W>(row + c);
       parts[i] = sum;
     }
     store<W>(out + e, sum_each<W>(parts));
@@ -95,8 +133,8 @@ void dots(const float *x, const float *rows, const List &list, int64_t d, float 
 }
 
 // y (+)= sum of weight[e] * rows[e].
-template <int W, int D>
-void combine(const float *weight, const float *rows, const List &list, int64_t d, bool add,
+template <typename T, int W, int D>
+void combine(const float *weight, const T *rows, const List &list, int64_t d, bool add,
              float *y) {
   constexpr int kBlock = D > 0 ? D / W : 1;  // vectors of y held in registers
   constexpr int kChains = kBlock >= 4 ? 1 : 4 / kBlock;  // independent sums hide the latency
@@ -105,10 +143,10 @@ void combine(const float *weight, const float *rows, const List &list, int64_t d
     for (int64_t e = 0; e < list.count; e += kChains) {
       MEGASLIDE_UNROLL(4)
       for (int chain = 0; chain < kChains; ++chain) {
-        const float *row = rows + list.index[e + chain] * list.stride + column;
+        const T *row = rows + list.index[e + chain] * list.stride + column;
         MEGASLIDE_UNROLL(32)
         for (int c = 0; c < kBlock; ++c) {
-          sum[chain][c] += weight[e + chain] * load<W>(row + c * W);
+          sum[chain][c] += weight[e + chain] * load_row<W>(row + c * W);
         }
       }
     }
@@ -134,32 +172,34 @@ void add_outer(const float *weight, const float *x, const List &list, int64_t d,
   }
 }
 
+template <typename T>
 struct RowProducts {
-  void (*dots)(const float *, const float *, const List &, int64_t, float *);
-  void (*combine)(const float *, const float *, const List &, int64_t, bool, float *);
+  void (*dots)(const float *, const T *, const List &, int64_t, float *);
+  void (*combine)(const float *, const T *, const List &, int64_t, bool, float *);
   void (*add_outer)(const float *, const float *, const List &, int64_t, float *);
 };
 
-template <int W, int D>
-constexpr RowProducts kProducts = {dots<W, D>, combine<W, D>, add_outer<W, D>};
+template <typename T, int W, int D>
+constexpr RowProducts<T> kProducts = {dots<T, W, D>, combine<T, W, D>, add_outer<W, D>};
 
-const RowProducts &row_products(int64_t head_dim) {
+template <typename T>
+const RowProducts<T> &row_products(int64_t head_dim) {
   constexpr int kHalf = kLanes < 8 ? kLanes : 8;
   switch (head_dim) {
     case 16:
-      return kProducts<kLanes, 16>;
+      return kProducts<T, kLanes, 16>;
     case 24:
-      return kProducts<kHalf, 24>;
+      return kProducts<T, kHalf, 24>;
     case 32:
-      return kProducts<kLanes, 32>;
+      return kProducts<T, kLanes, 32>;
     case 64:
-      return kProducts<kLanes, 64>;
+      return kProducts<T, kLanes, 64>;
     case 128:
-      return kProducts<kLanes, 128>;
+      return kProducts<T, kLanes, 128>;
     default:
-      if (head_dim % kLanes == 0) return kProducts<kLanes, 0>;
-      if (head_dim % kHalf == 0) return kProducts<kHalf, 0>;
-      return head_dim % 4 == 0 ? kProducts<4, 0> : kProducts<1, 0>;
+      if (head_dim % kLanes == 0) return kProducts<T, kLanes, 0>;
+      if (head_dim % kHalf == 0) return kProducts<T, kHalf, 0>;
+      return head_dim % 4 == 0 ? kProducts<T, 4, 0> : kProducts<T, 1, 0>;
   }
 }
 

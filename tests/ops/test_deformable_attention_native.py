@@ -24,7 +24,7 @@ from megaslide.ops.deformable_attention import deformable_attention, native, off
 needs_library = pytest.mark.skipif(
     library.why_absent() is not None, reason=library.why_absent() or "present"
 )
-INSTRUCTION_SETS = ("x86-64-v4", "x86-64-v3", "baseline")
+INSTRUCTION_SETS = ("x86-64-v4-amx", "x86-64-v4", "x86-64-v3", "baseline")
 NAMES = ("q", "k", "v", "offsets", "extra_k", "extra_v")
 INVALID_ARGUMENT, UNSUPPORTED = 1, 3
 
@@ -151,19 +151,21 @@ def test_shared_offsets_gather_from_heads_across_chunks_of_queries() -> None:
 
 
 @needs_library
-def test_affine_without_matrix_is_shift_to_the_bit() -> None:
+def test_affine_without_matrix_is_shift() -> None:
     case = random_case((3, 5, 7), (3, 3, 3), "shift", groups=2)
     matrix = torch.zeros(*case["offsets"].shape[:-1], 9)
     affine = case | {"offsets": torch.cat([case["offsets"], matrix], -1), "kind": "affine"}
     found, expected = (results(c, "native", torch.float32) for c in (affine, case))
     found["offsets"] = found["offsets"][..., :3]
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same(found, {name: x.double() for name, x in expected.items()})
 
 
 @needs_library
-@pytest.mark.parametrize("kind", [None, "affine", "tap"])
-def test_bits_do_not_depend_on_threads(kind: Any) -> None:
+@pytest.mark.parametrize("kind", [None, "shift", "affine", "tap"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_threads(kind: Any, dtype: torch.dtype) -> None:
     case = random_case((5, 9, 11), (3, 3, 3), kind, heads=3, batch=2, extra=2)
+    case = {n: x.to(dtype) if isinstance(x, Tensor) else x for n, x in case.items()}
     found = []
     for threads in (1, 2, 5):
         inputs: list[Any] = [
@@ -176,6 +178,104 @@ def test_bits_do_not_depend_on_threads(kind: Any) -> None:
         found.append([out.detach(), *(x.grad for x in inputs if x is not None)])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+# ---- bf16 ----------------------------------------------------------------------------------------
+
+
+def in_bf16(case: dict[str, Any]) -> dict[str, Any]:
+    """The case with all but the offsets in bf16."""
+    keep = ("offsets", "window", "kind")
+    return {n: x if n in keep or x is None else x.bfloat16() for n, x in case.items()}
+
+
+def assert_near(case: dict[str, Any], found: dict[str, Tensor]) -> None:
+    """Within 2 % of 1 plus the largest value, of the fp64 reference on the same bf16 numbers.
+
+    Weights are rounded to bf16 (0.2 % each) before sums over up to hundreds of voxels.
+    """
+    exact = {n: x.double() if isinstance(x, Tensor) else x for n, x in case.items()}
+    expected = results(exact, "reference", torch.float64)
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        error = (found[name].double() - x).abs().max().item()
+        assert error <= 0.02 * (1 + x.abs().max().item()), f"{name}: {error:.2e}"
+        norm = (found[name].double() - x).norm() / (x.norm() + 0.05 * x.numel() ** 0.5)
+        assert norm <= 0.03, f"{name}: {norm:.2e} in all"
+
+
+def bf16_results(case: dict[str, Any]) -> dict[str, Tensor]:
+    inputs = {n: case[n].clone().requires_grad_() for n in NAMES if case[n] is not None}
+    out = deformable_attention(**case | inputs, backend="native")
+    seed = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).sin().view_as(out)
+    out.backward(seed.bfloat16())
+    return {"out": out.detach()} | {n: x.grad for n, x in inputs.items() if x.grad is not None}
+
+
+@needs_library
+@pytest.mark.parametrize("kind", [None, "shift", "affine", "tap"])
+@pytest.mark.parametrize("d", [24, 64, 128, 264])
+def test_bf16_on_every_instruction_set(instruction_set: str, kind: Any, d: int) -> None:
+    case = in_bf16(random_case((5, 9, 11), (3, 5, 5), kind, d=d, extra=7, groups=2))
+    assert_near(case, bf16_results(case))
+
+
+@needs_library
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    size=st.tuples(st.integers(1, 5), st.integers(1, 9), st.integers(1, 19)),
+    window=st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 18)),
+    kind=st.sampled_from([None, "shift", "affine", "tap"]),
+    heads_groups=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
+    d=st.sampled_from([1, 7, 16, 32, 40, 64, 96]),
+    extra=st.sampled_from([0, 1, 33]),
+    spread=st.sampled_from([0.0, 0.5, 3.0, 40.0]),
+)
+def test_bf16_equals_the_reference(
+    size: tuple[int, int, int],
+    window: tuple[int, int, int],
+    kind: Any,
+    heads_groups: tuple[int, int],
+    d: int,
+    extra: int,
+    spread: float,
+) -> None:
+    torch.manual_seed(0)
+    heads, groups = heads_groups
+    case = in_bf16(
+        random_case(
+            size, window, kind, heads=heads, groups=groups, d=d, extra=extra, spread=spread
+        )
+    )
+    assert_near(case, bf16_results(case))
+
+
+@needs_library
+@pytest.mark.parametrize("kind", ["affine", "tap"])
+def test_bf16_where_a_tile_reads_most_of_a_large_volume(kind: Any) -> None:
+    """Boxes of more voxels than matrix tiles are used for, next to boxes of fewer."""
+    case = in_bf16(random_case((5, 30, 31), (2, 3, 3), kind, heads=1, d=32, spread=30.0))
+    case["offsets"][:, :, :12] *= 2**-7  # a power of two: see the head of this file
+    assert_near(case, bf16_results(case))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [None, "shift", "affine", "tap"])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_numbers_that_are_not_finite_stay_in_their_head(
+    dtype: torch.dtype, kind: Any, value: float
+) -> None:
+    case = random_case((3, 5, 9), (3, 3, 3), kind, heads=2, groups=2, d=16, extra=2)
+    case = {n: x.to(dtype) if isinstance(x, Tensor) else x for n, x in case.items()}
+    spoilt = {n: x.clone() if isinstance(x, Tensor) else x for n, x in case.items()}
+    for name in "qkv":
+        spoilt[name][0, 1, 2, 3, 0, 5] = value
+    found, expected = (results(c, "native", dtype) for c in (spoilt, case))
+    for name, x in expected.items():
+        heads = 2 if name.startswith("extra") else 4
+        assert torch.equal(found[name].select(heads, 1), x.select(heads, 1)), name
+    assert not found["out"][..., 0, :].isfinite().all()
 
 
 # ---- inputs as they come -------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from megaslide.ops import library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KIND_CODES = {"none": 0, "shift": 1, "affine": 2, "tap": 3}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 def why_not(q: Tensor) -> str | None:
@@ -70,11 +71,12 @@ def _forward(
     num_threads: int,
 ) -> tuple[Tensor, Tensor]:
     """out [B,T,H,W,heads,d] in q's dtype, and the log-sum-exp [B,T,H,W,heads] fp32."""
-    inputs = _Fields(q=q, k=k, v=v, offsets=offsets, extra_k=extra_k, extra_v=extra_v)
-    out, lse = inputs.float_like("q"), q.new_empty(q.shape[:5], dtype=torch.float32)
+    inputs = _prepare(q=q, k=k, v=v, offsets=offsets, extra_k=extra_k, extra_v=extra_v)
+    out = torch.empty_like(inputs["q"])
+    lse = q.new_empty(q.shape[:5], dtype=torch.float32)
     shape = _shape(q, offsets, extra_k, window, kind, scale, num_threads)
     status = library.load().megaslide_attention_forward(
-        ctypes.byref(shape), ctypes.byref(inputs.struct(_Inputs)), _pointer(out), _pointer(lse)
+        ctypes.byref(shape), ctypes.byref(_struct(inputs)), _pointer(out), _pointer(lse)
     )
     library.check_status(status)
     return out.to(q.dtype), lse
@@ -116,19 +118,23 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients of the inputs that are given, in order, in their dtypes."""
     named = {"q": q, "k": k, "v": v, "offsets": offsets, "extra_k": extra_k, "extra_v": extra_v}
-    inputs = _Fields(**named)
-    gradients = _Fields(**{name: inputs.float_like(name) for name in inputs.tensors})
-    saved = [_float(x) for x in (out, lse, grad_out)]
+    inputs = _prepare(**named)
+    gradients = {
+        name: torch.empty_like(x, dtype=x.dtype if name == "q" else torch.float32)
+        for name, x in inputs.items()
+    }
+    saved = (_native(out), lse, _native(grad_out))
     shape = _shape(q, offsets, extra_k, window, kind, scale, num_threads)
     status = library.load().megaslide_attention_backward(
         ctypes.byref(shape),
-        ctypes.byref(inputs.struct(_Inputs)),
+        ctypes.byref(_struct(inputs)),
         *map(_pointer, saved),
-        ctypes.byref(gradients.struct(_Inputs)),
+        ctypes.byref(_struct(gradients)),
     )
     library.check_status(status)
-    given = [x for x in named.values() if x is not None]
-    return [g.to(x.dtype) for g, x in zip(gradients.tensors.values(), given, strict=True)]
+    given = ((name, x) for name, x in named.items() if x is not None)
+    # One at a time, so that not all are held in two dtypes at once.
+    return [gradients.pop(name).to(x.dtype) for name, x in given]
 
 
 @_backward.register_fake
@@ -178,6 +184,7 @@ class _Shape(ctypes.Structure):
         ("groups", ctypes.c_int64),
         ("extra", ctypes.c_int64),
         ("kind", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("scale", ctypes.c_float),
     )
@@ -191,21 +198,24 @@ class _Inputs(ctypes.Structure):
     )
 
 
-class _Fields:
-    """Named tensors as the kernels want them, alive for as long as the struct points to them."""
+def _prepare(**tensors: Tensor | None) -> dict[str, Tensor]:
+    """Those that are given, as the kernels take them: offsets in fp32, the others bf16 or fp32."""
+    given = {name: x for name, x in tensors.items() if x is not None}
+    return {n: _float(x) if n == "offsets" else _native(x) for n, x in given.items()}
 
-    def __init__(self, **tensors: Tensor | None) -> None:
-        self.tensors = {name: _float(x) for name, x in tensors.items() if x is not None}
 
-    def float_like(self, name: str) -> Tensor:
-        return torch.empty_like(self.tensors[name])
-
-    def struct(self, kind: type[_Inputs]) -> _Inputs:
-        return kind(**{name: x.data_ptr() for name, x in self.tensors.items()})
+def _struct(tensors: dict[str, Tensor]) -> _Inputs:
+    """Pointers, valid for as long as `tensors` are held."""
+    return _Inputs(**{name: x.data_ptr() for name, x in tensors.items()})
 
 
 def _float(x: Tensor) -> Tensor:
     return x.detach().to(torch.float32).contiguous()
+
+
+def _native(x: Tensor) -> Tensor:
+    """Contiguous, in a dtype that kernels read: fp16 alone needs a copy in fp32."""
+    return x.detach().contiguous() if x.dtype in DTYPE_CODES else _float(x)
 
 
 def _pointer(x: Tensor) -> ctypes.c_void_p:
@@ -232,6 +242,7 @@ def _shape(
         groups=1 if offsets is None else offsets.shape[4],
         extra=0 if extra_k is None else extra_k.shape[1],
         kind=KIND_CODES[kind],
+        dtype=DTYPE_CODES.get(q.dtype, DTYPE_CODES[torch.float32]),
         threads=num_threads or torch.get_num_threads(),
         scale=scale,
     )
