@@ -69,7 +69,7 @@ def make_case(size: tuple[int, int, int], kind: str, dtype: torch.dtype) -> dict
 def grid_sample_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, *, window: Any, kind: str = "none"
 ) -> Tensor:
-    """The operator from its definition: sample K keys and values per query and head, then attend."""
+    """The operator from its definition: K keys and values sampled per query and head."""
     size = torch.tensor(q.shape[1:4])
     grid = torch.cartesian_prod(*(torch.arange(int(n)) for n in size)).reshape(*size, 3)
     last = (size - torch.tensor(window)).float()
@@ -147,7 +147,9 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def medians(runs: dict[str, Callable[[], Any]], rounds: int, most: float = 60.0) -> dict[str, float]:
+def medians(
+    runs: dict[str, Callable[[], Any]], rounds: int, most: float = 60.0
+) -> dict[str, float]:
     """Everyone once per round, so that a disturbance meets all alike; fewer where it takes long."""
     first = {name: seconds(run) for name, run in runs.items()}
     rounds = max(1, min(rounds, int(most / (sum(first.values()) + 1e-9))))
@@ -205,9 +207,13 @@ def measure_kind(tokens: int, dtype_name: str, kind: str, threads: int, backward
     dtype = DTYPES[dtype_name]
     case = make_case(SIZES[tokens], kind, dtype)
     inputs = [x for x in case.values() if isinstance(x, Tensor)]
-    plain = {n: x.detach().float().requires_grad_() for n, x in case.items() if isinstance(x, Tensor)}
+    plain = {
+        n: x.detach().float().requires_grad_() for n, x in case.items() if isinstance(x, Tensor)
+    }
     qkv = [case[n] for n in "qkv"]
-    runs = {"ours": directed(lambda: deformable_attention(**case, backend="native"), inputs, backward)}
+    runs = {
+        "ours": directed(lambda: deformable_attention(**case, backend="native"), inputs, backward)
+    }
     runs["sdpa"] = directed(lambda: dense_attention(*qkv), qkv, backward)
     runs["ours"]()  # what later calls reuse is not counted
     extra = extra_bytes(runs["ours"])
@@ -282,8 +288,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", choices=SIZES, default=[2048, 4096, 16384])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--grid-sample", nargs="*", choices=KINDS, default=["affine"],
-                        help="kinds for which grid_sample is run too (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--grid-sample", nargs="*", choices=KINDS, default=["affine"],
+        help="kinds for which grid_sample is run too (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--progress", action="store_true", help="print each row as it is measured")
     parser.add_argument("--json", type=Path, help="also write the result to this file")

@@ -243,9 +243,7 @@ def test_bf16_equals_the_reference(
     torch.manual_seed(0)
     heads, groups = heads_groups
     case = in_bf16(
-        random_case(
-            size, window, kind, heads=heads, groups=groups, d=d, extra=extra, spread=spread
-        )
+        random_case(size, window, kind, heads=heads, groups=groups, d=d, extra=extra, spread=spread)
     )
     assert_near(case, bf16_results(case))
 
