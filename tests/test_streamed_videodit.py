@@ -6,6 +6,7 @@ with flow matching on moving inputs, random copy delays and poisoned memory.
 
 import pytest
 import torch
+from plain_adamw import PlainAdamW
 
 from megaslide.config import AttentionConfig, ModelConfig
 from megaslide.diffusion.objectives import FlowMatching
@@ -51,7 +52,7 @@ def run(model: VideoDiT | StreamedModel, step: object) -> list[float]:
 
 def train_plain(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = build(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = PlainAdamW(model.parameters(), lr=1e-3)
 
     def step() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -135,7 +135,8 @@ MEGASLIDE_API int32_t megaslide_depthwise_conv_sums(const megaslide_depthwise_sh
 /* ---- AdamW ----------------------------------------------------------------------------------
  *
  * One update in place of a region of `count` elements, in torch.optim.AdamW's order of operations
- * and with its roundings. The definition, in torch, is megaslide.ops.adamw's reference.py.
+ * and with its roundings, but for the square root, which is the nearest float here on every
+ * processor; torch's own is not the same function everywhere. The definition, in torch, is megaslide.ops.adamw's reference.py.
  *
  * The fp32 master is, by what is given:
  *   master                    itself
@@ -158,18 +159,6 @@ typedef struct megaslide_adamw_state {
   float *ema;                 /* [count] moving average of the master, or NULL */
 } megaslide_adamw_state;
 
-/* Torch's square root is not the same function everywhere: its bits depend on the library that torch
- * was built with and on the processor. A caller who wants torch's bits asks for the root that has
- * them here. */
-typedef enum megaslide_root {
-  MEGASLIDE_ROOT_NEAREST = 0, /* the nearest float */
-  MEGASLIDE_ROOT_NEWTON = 1   /* oneMKL's with AVX-512: up to one unit in the last place below */
-} megaslide_root;
-
-/* Writes the roots of `count` floats; MEGASLIDE_UNSUPPORTED where this instruction set lacks it. */
-MEGASLIDE_API int32_t megaslide_square_root(int32_t root, const float *from, float *to,
-                                            int64_t count);
-
 /* What is the same for all elements, computed in double and rounded once. */
 typedef struct megaslide_adamw_coefficients {
   float grad_scale;       /* factor on the gradient */
@@ -182,7 +171,6 @@ typedef struct megaslide_adamw_coefficients {
   float step_size;        /* -lr / (1 - beta1^step) */
   float ema_weight;       /* 1 - ema_decay */
   uint32_t step;          /* keys the stochastic rounding of 8-bit moments */
-  int32_t root;           /* megaslide_root */
 } megaslide_adamw_coefficients;
 
 /* `grad` is [count], bf16 where `grad_is_bf16` is not 0. At most `threads` threads, the calling one

@@ -32,10 +32,6 @@ bool valid(const megaslide_adamw_state &state, const void *grad) {
   return (split || whole) && scales && state.exp_avg && state.exp_avg_sq && grad;
 }
 
-bool has_root(const AdamWKernels &kernel, int32_t root) {
-  return root == MEGASLIDE_ROOT_NEAREST || (root == MEGASLIDE_ROOT_NEWTON && kernel.newton_root);
-}
-
 }  // namespace
 }  // namespace megaslide
 
@@ -48,7 +44,6 @@ int32_t megaslide_adamw(const megaslide_adamw_state *state, const void *grad, in
     return MEGASLIDE_INVALID_ARGUMENT;
   }
   const AdamWKernels &kernel = kernels();
-  if (!has_root(kernel, coefficients->root)) return MEGASLIDE_UNSUPPORTED;
   const AdamWArrays arrays{*state, grad, grad_is_bf16 != 0};
   const int64_t worth_waking = std::max<int64_t>(state->count / kItem, 1);
   const int64_t items = (state->count + kItem - 1) / kItem;
@@ -58,14 +53,6 @@ int32_t megaslide_adamw(const megaslide_adamw_state *state, const void *grad, in
                  kernel.update(arrays, *coefficients, first,
                                std::min(first + kItem, state->count));
                });
-  return MEGASLIDE_OK;
-}
-
-int32_t megaslide_square_root(int32_t root, const float *from, float *to, int64_t count) {
-  using namespace megaslide;
-  if (count < 0 || (count > 0 && (!from || !to))) return MEGASLIDE_INVALID_ARGUMENT;
-  if (!has_root(kernels(), root)) return MEGASLIDE_UNSUPPORTED;
-  kernels().square_root(root, from, to, count);
   return MEGASLIDE_OK;
 }
 

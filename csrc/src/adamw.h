@@ -24,8 +24,6 @@ struct AdamWKernels {
   // end of the region.
   void (*update)(const AdamWArrays &arrays, const megaslide_adamw_coefficients &coefficients,
                  int64_t first, int64_t last);
-  bool newton_root;  // whether MEGASLIDE_ROOT_NEWTON exists
-  void (*square_root)(int32_t root, const float *from, float *to, int64_t count);
 };
 
 namespace baseline {

@@ -70,7 +70,6 @@ struct Numbers {
   Lerp exp_avg, ema;
   Floats grad_scale, decay, beta2, exp_avg_sq_weight, root_correction, eps, step_size;
   uint32_t noise_key;
-  int32_t root;
 
   explicit Numbers(const megaslide_adamw_coefficients &by)
       : exp_avg(by.exp_avg_weight),
@@ -82,16 +81,8 @@ struct Numbers {
         root_correction(broadcast(by.root_correction)),
         eps(broadcast(by.eps)),
         step_size(broadcast(by.step_size)),
-        noise_key(noise_key_of(by.step)),
-        root(by.root) {}
+        noise_key(noise_key_of(by.step)) {}
 };
-
-MEGASLIDE_INLINE Floats root_of(Floats x, [[maybe_unused]] int32_t root) {
-#if defined(MEGASLIDE_NEWTON_ROOT)
-  if (root == MEGASLIDE_ROOT_NEWTON) return newton_root(x);
-#endif
-  return square_root(x);
-}
 
 // Moments go in and out by reference; the result is the root of exp_avg_sq.
 template <Master kMaster, bool kEma>
@@ -101,7 +92,7 @@ MEGASLIDE_INLINE Floats update_lanes(const megaslide_adamw_state &at, const Numb
   Floats master = load_master<kMaster>(at, i) * by.decay;
   exp_avg = by.exp_avg(exp_avg, grad);
   exp_avg_sq = fused(grad * by.exp_avg_sq_weight, grad, exp_avg_sq * by.beta2);
-  const Floats root = root_of(exp_avg_sq, by.root);
+  const Floats root = square_root(exp_avg_sq);
   master += exp_avg * by.step_size / (root / by.root_correction + by.eps);
   store_master<kMaster>(at, i, master);
   if constexpr (kEma) store<kLanes>(at.ema + i, by.ema(load<kLanes>(at.ema + i), master));
@@ -263,18 +254,6 @@ void update_range(const AdamWArrays &arrays, const megaslide_adamw_coefficients 
   }
 }
 
-void square_root_of_all(int32_t root, const float *from, float *to, int64_t count) {
-  for (int64_t i = 0; i < count; i += kGroup) {
-    const int64_t some = count - i < kGroup ? count - i : kGroup;
-    float x[kGroup] = {};
-    __builtin_memcpy(x, from + i, some * sizeof(float));
-    for (int64_t j = 0; j < kGroup; j += kLanes) {
-      store<kLanes>(x + j, root_of(load<kLanes>(x + j), root));
-    }
-    __builtin_memcpy(to + i, x, some * sizeof(float));
-  }
-}
-
 // ---- which of them ----------------------------------------------------------------------------
 
 using Update = void (*)(const AdamWArrays &, const megaslide_adamw_coefficients &, int64_t,
@@ -308,11 +287,7 @@ void update(const AdamWArrays &arrays, const megaslide_adamw_coefficients &by, i
 
 namespace MEGASLIDE_ISA {
 extern const AdamWKernels adamw_kernels;
-#if defined(MEGASLIDE_NEWTON_ROOT)
-const AdamWKernels adamw_kernels = {update, true, square_root_of_all};
-#else
-const AdamWKernels adamw_kernels = {update, false, square_root_of_all};
-#endif
+const AdamWKernels adamw_kernels = {update};
 }  // namespace MEGASLIDE_ISA
 
 }  // namespace megaslide

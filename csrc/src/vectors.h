@@ -139,23 +139,5 @@ MEGASLIDE_INLINE Floats square_root(Floats x) {
 #endif
 }
 
-#if defined(__AVX512F__)
-#define MEGASLIDE_NEWTON_ROOT
-// One step of Newton's iteration from the processor's 14-bit estimate: one unit in the last place
-// below the nearest float for 0.6 % of numbers. These are the bits of oneMKL with AVX-512, which
-// torch's sqrt calls (tests hold this). Scaled where the residual would underflow.
-MEGASLIDE_INLINE Floats newton_root(Floats x) {
-  const __mmask16 small = _mm512_cmp_ps_mask(x, broadcast(0x1p-96f), _CMP_LT_OQ);
-  const Floats near = _mm512_mask_mul_ps(x, small, x, broadcast(0x1p64f));
-  const Floats estimate = _mm512_rsqrt14_ps(near);
-  const Floats root = near * estimate;
-  const Floats residual = _mm512_fnmadd_ps(root, root, near);
-  const Floats better = fused(residual, estimate * 0.5f, root);
-  const Floats scaled = _mm512_mask_mul_ps(better, small, better, broadcast(0x1p-32f));
-  constexpr int kOwnRoot = 0x02 | 0x04 | 0x08;  // 0, -0 and infinity, where the estimate is no use
-  return _mm512_mask_mov_ps(scaled, _mm512_fpclass_ps_mask(x, kOwnRoot), x);
-}
-#endif
-
 }  // namespace
 }  // namespace megaslide

@@ -80,7 +80,7 @@ def test_loss_and_gradients_are_those_of_the_resident_model(name: str, tmp_path:
     loss, expected = resident(name)
     streamed_loss, found = streamed(name, tmp_path, None)
     assert streamed_loss == loss
-    assert_same(found, expected, 1e-6, floor=1e-6)
+    assert_same(found, expected, 1e-5, floor=1e-6)
 
 
 @pytest.mark.parametrize("name", SPLITTING)
@@ -88,7 +88,7 @@ def test_micro_batches_change_the_order_of_sums_only(name: str, tmp_path: Path) 
     loss, expected = resident(name)
     streamed_loss, found = streamed(name, tmp_path, 1)
     assert streamed_loss == pytest.approx(loss, rel=2e-6)
-    assert_same(found, expected, 2e-5, floor=1e-3)
+    assert_same(found, expected, 1e-4, floor=1e-3)
 
 
 @pytest.mark.parametrize("name", [n for n, model in tiny.MODELS.items() if model.found])

@@ -323,16 +323,17 @@ def test_loading_replaces_what_was_read_ahead(tmp_path: Path) -> None:
 
 UNFINISHED = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[2:]
 import toys
 from megaslide.streaming import records, stream
 records.PIECE = 4096
-streamed = stream(toys.net(dim=64), tier="disk", gradient_tier="disk", disk_path=sys.argv[2])
+streamed = stream(toys.net(dim=64), tier="disk", gradient_tier="disk", disk_path=sys.argv[1])
 toys.train_streamed(streamed, toys.batches(1))
 """
 
 
 def test_a_script_may_end_in_mid_update(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", UNFINISHED, str(Path(__file__).parent), str(tmp_path)]
+    modules = [str(folder) for folder in Path(__file__).parents[:2]]
+    command = [sys.executable, "-c", UNFINISHED, str(tmp_path), *modules]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")

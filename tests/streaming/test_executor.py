@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import toys
+from plain_adamw import PlainAdamW
 from torch import nn
 
 from megaslide.streaming import NonFiniteGradientError, TransferHooks, stream
@@ -173,7 +174,7 @@ def test_two_forwards_then_two_backwards_in_either_order() -> None:
     first, second = toys.batches(2)
     for reverse in (False, True):
         plain, streamed = toys.net(), stream(toys.net(), hooks=HOOKS, activations="host", **ADAMW)
-        optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
+        optimizer = PlainAdamW(plain.parameters(), **ADAMW)
         for model in (plain, streamed):
             losses = [toys.loss_of(model, first), toys.loss_of(model, second)]
             for loss in losses[::-1] if reverse else losses:

@@ -7,6 +7,7 @@ one micro-batch the operations are the same in the same order, so equality is ex
 import pytest
 import torch
 import toys
+from plain_adamw import PlainAdamW
 from torch import nn
 
 from megaslide.streaming import NonFiniteGradientError, TransferHooks, stream
@@ -188,7 +189,7 @@ def test_validation_in_the_middle_of_accumulation_changes_nothing() -> None:
 def test_two_backwards_before_a_step_add_up() -> None:
     (x, c, y), (x2, c2, y2) = toys.batches(2)
     plain = toys.net()
-    optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
+    optimizer = PlainAdamW(plain.parameters(), **ADAMW)
     streamed = stream(toys.net(), max_grad_norm=None, hooks=JITTER[1], **ADAMW)
     for model in (plain, streamed):
         (model(x, c) - y).square().mean().backward()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import toys
+from plain_adamw import PlainAdamW
 from torch import nn
 
 from megaslide.errors import InputError
@@ -117,7 +118,7 @@ def test_updates_too_small_for_bf16_move_masters_as_fp32_does(
     before = store.unit(1)
     with before as state:
         first = state.memory["weights"].clone()
-    oracle = torch.optim.AdamW(plain.values(), lr=1e-7, weight_decay=0.0, foreach=False)
+    oracle = PlainAdamW(plain.values(), lr=1e-7, weight_decay=0.0)
     optimizer = StreamedAdamW(store, Trace(), None)
     adamw = AdamWSettings(lr=1e-7, weight_decay=0.0)
     for _ in range(10):

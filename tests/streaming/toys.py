@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from plain_adamw import PlainAdamW
 from torch import nn
 
 Tensor = torch.Tensor
@@ -58,7 +59,7 @@ def train_plain(
 ) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of the loop everybody writes."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, **adamw)
+    optimizer = PlainAdamW(parameters, **adamw)
     losses, norms = [], []
     for x, c, y in data:
         loss = (model(x, c) - y).square().mean()

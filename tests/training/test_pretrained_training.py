@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_diffusers as tiny
 import torch
+from plain_adamw import PlainAdamW
 
 from megaslide.config import Config, load_config, save_config
 from megaslide.data.prepare import prepare
@@ -98,7 +99,7 @@ def train_resident(config: Config, folder: Path, name: str) -> tuple[list[float]
         dtype=torch.float32,  # type: ignore[union-attr]
     )
     optim = config.optim
-    optimizer = torch.optim.AdamW(
+    optimizer = PlainAdamW(
         model.parameters(), lr=optim.learning_rate, eps=optim.adam_epsilon,
         weight_decay=optim.adam_weight_decay,
     )  # fmt: skip

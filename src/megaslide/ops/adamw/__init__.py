@@ -33,6 +33,8 @@ def adamw_(
 ) -> None:
     """One AdamW update in place, in torch.optim.AdamW's order of operations and roundings.
 
+    Square roots are the nearest floats on every processor, which torch's are not.
+
     Source: Loshchilov & Hutter 2019 (arXiv:1711.05101).
 
     A gradient, weight or moment that is not finite makes its own element not finite, as in torch,
