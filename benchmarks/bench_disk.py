@@ -29,6 +29,7 @@ from megaslide.streaming import StreamedModel, stream
 from megaslide.streaming.disk import RecordFile
 from megaslide.streaming.filling import reset_parameters
 from megaslide.streaming.gradients import Landed
+from megaslide.streaming.lanes import Lanes
 from megaslide.streaming.layout import find_blocks, plan_units
 from megaslide.streaming.memory import host_memory
 from megaslide.streaming.optimizer import StreamedAdamW
@@ -228,7 +229,7 @@ def adamw_parameters_per_s(state_format: Any) -> float:
     resident, blocks = plan_units(model, find_blocks(model, ["blocks"]), torch.bfloat16)
     settings = StoreSettings(state_format=state_format)
     store = Store([resident.layout, blocks[0].layout], settings)
-    optimizer, names = StreamedAdamW(store, Trace(), None), list(store.steps[1])
+    optimizer, names = StreamedAdamW(store, Lanes(Trace()), None), list(store.steps[1])
     landed = Landed(dict.fromkeys(names, torch.ones(())))
     best = float("inf")
     for _ in range(4):
