@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from megaslide.planning.profile import profile
-from megaslide.planning.simulate import Schedule, Simulated, UnitLoad, Work, simulate
+from megaslide.planning.simulate import Load, Schedule, Shared, Simulated, UnitLoad, simulate
 from megaslide.streaming import TransferHooks, stream
 
-NOTHING = Work(seconds=0.0)
+NOTHING = Load(seconds=0.0)
 RESIDENT = UnitLoad(forward_s=0.0, backward_s=0.0, h2d=NOTHING, d2h=NOTHING, adamw=NOTHING)
 DEPTH = 12
 
@@ -23,8 +25,8 @@ DEPTH = 12
 def block(compute: float = 1.0, link: float = 0.0, adamw: float = 0.0) -> UnitLoad:
     return UnitLoad(
         forward_s=compute, recompute_s=compute, backward_s=2 * compute,
-        h2d=Work(seconds=link, nbytes=10), d2h=Work(seconds=link, nbytes=7),
-        adamw=Work(seconds=adamw),
+        h2d=Load(seconds=link, nbytes=10), d2h=Load(seconds=link, nbytes=7),
+        adamw=Load(seconds=adamw),
     )  # fmt: skip
 
 
@@ -80,12 +82,34 @@ def test_updates_need_not_wait_for_the_norm_without_clipping() -> None:
 
 
 def test_activations_share_the_link() -> None:
-    away = replace(block(link=0.1), activation=Work(seconds=0.5, nbytes=100))
+    away = replace(block(link=0.1), activation=Load(seconds=0.5, nbytes=100))
     stay, leave = run(away), run(away, activations="host")
     assert leave.lanes.nbytes["d2h"] - stay.lanes.nbytes["d2h"] == 2 * (DEPTH - 1) * 100
     assert leave.lanes.busy_s["h2d"] - stay.lanes.busy_s["h2d"] == pytest.approx(
         2 * (DEPTH - 2) * 0.5
     )  # the last one stays, and the one before has not yet left when it is wanted
+
+
+def test_all_that_the_disk_does_takes_its_turn() -> None:
+    second = Load(seconds=1.0, nbytes=5)
+    slow = replace(block(0.01), disk_weights=second, disk_read=second, disk_write=second)
+    found = run(slow, tier="disk")
+    per_step = {lane: s / 2 for lane, s in found.lanes.busy_s.items() if lane.startswith("disk")}
+    assert per_step["disk_weights"] >= 2 * DEPTH - 2  # waiting for the disk counts as busy
+    disk_s = (2 * DEPTH - 2) + DEPTH + DEPTH
+    assert disk_s <= found.step_s <= disk_s + 4
+    spilled = run(replace(slow, disk_gradients=second), tier="disk", gradient_tier="disk")
+    assert spilled.step_s == pytest.approx(found.step_s + DEPTH, abs=4)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=12))
+def test_what_is_shared_serves_one_at_a_time_and_never_idles_for_nothing(asked: Any) -> None:
+    """Against seconds in a row, each taken by the first who asks for it."""
+    shared, taken = Shared(), set()
+    for at, seconds in asked:
+        free = [t for t in range(at, 400) if t not in taken][:seconds]
+        taken |= set(free)
+        assert shared.take(at, seconds) == free[-1] + 1
 
 
 def test_no_lane_does_two_things_at_once() -> None:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
-from megaslide.planning.simulate import UnitLoad, Work
+from megaslide.planning.simulate import Load, UnitLoad
 from megaslide.streaming import StreamedModel
 
 WARM_UP, STEPS = 2, 7
@@ -58,7 +58,7 @@ def _load(model: StreamedModel, medians: dict[tuple[str, str], float], unit: int
         backward_s=seconds("compute", "backward {}"),
         clear_s=seconds("compute", "clear {}"),
         round_s=seconds("compute", "round {}"),
-        h2d=Work(seconds=seconds("h2d"), nbytes=layout.weight_nbytes),
-        d2h=Work(seconds=seconds("d2h"), nbytes=layout.gradient_nbytes),
-        adamw=Work(seconds=seconds("adamw")),
+        h2d=Load(seconds=seconds("h2d"), nbytes=layout.weight_nbytes),
+        d2h=Load(seconds=seconds("d2h"), nbytes=layout.gradient_nbytes),
+        adamw=Load(seconds=seconds("adamw")),
     )

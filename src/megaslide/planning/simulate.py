@@ -10,6 +10,8 @@ in which it was given, a lane is busy exactly when the engine's would be.
 Time is in seconds and bytes are bytes. Compute is the calling thread's lane, as on the CPU.
 """
 
+import math
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +24,8 @@ from torch import Tensor, nn
 from megaslide.streaming.lanes import NOTHING, Event, Lane, Lanes
 from megaslide.streaming.model import StreamedModel, build
 from megaslide.streaming.options import StreamOptions
+from megaslide.streaming.staging import READ_LANE, WEIGHTS_LANE, WRITE_LANE
+from megaslide.streaming.store import Tier
 from megaslide.streaming.transfer import CpuTransfer, TransferHooks
 from megaslide.tracing import Span, Trace, TraceSummary, summarize
 
@@ -30,7 +34,7 @@ COMPUTE = "compute"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class Load:
     """What one lane does for one unit, once."""
 
     seconds: float
@@ -51,11 +55,19 @@ class UnitLoad:
     """Clearing the gradient buffer before backward."""
     round_s: float = 0.0
     """Rounding gradients to the weights' dtype after it."""
-    h2d: Work
-    d2h: Work
-    adamw: Work
-    activation: Work | None = None
+    h2d: Load
+    d2h: Load
+    adamw: Load
+    activation: Load | None = None
     """One direction of the unit's inputs, all micro-batches together, where they leave."""
+    disk_weights: Load | None = None
+    """Reading the weights for one H2D copy, on the disk tier; the next three belong to it too."""
+    disk_read: Load | None = None
+    """Reading the state for AdamW."""
+    disk_write: Load | None = None
+    """Writing the state after AdamW."""
+    disk_gradients: Load | None = None
+    """Writing the gradients, where they are on disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +78,8 @@ class Schedule:
     micro_batches: int = 1
     clip: bool = True
     activations: str = "device"
+    tier: Tier = "ram"
+    gradient_tier: Tier = "ram"
     synchronous: bool = False
     """Wait for every copy where it is started: what overlap is compared with."""
 
@@ -91,7 +105,8 @@ def simulate(units: Sequence[UnitLoad], schedule: Schedule) -> Simulated:
     clock = Clock(_table(units, schedule.micro_batches))
     options = StreamOptions(
         slots=schedule.slots, micro_batch_size=1, activations=schedule.activations,
-        max_grad_norm=1.0 if schedule.clip else None,
+        max_grad_norm=1.0 if schedule.clip else None, tier=schedule.tier,
+        gradient_tier=schedule.gradient_tier, disk_path=tempfile.gettempdir(),
     )  # fmt: skip
     hooks = TransferHooks(synchronous=schedule.synchronous)
     skeleton = Skeleton(clock, len(units) - 1)
@@ -120,7 +135,7 @@ def _step(model: StreamedModel, schedule: Schedule) -> None:
 
 # ---- virtual time --------------------------------------------------------------------------------
 
-Table = Mapping[tuple[str, str], Work]
+Table = Mapping[tuple[str, str], Load]
 """What a lane's work of a name takes; nothing where it is not listed."""
 
 
@@ -131,6 +146,7 @@ class Clock:
         self.table = table
         self._times: defaultdict[str, float] = defaultdict(float)
         self._running = [COMPUTE]
+        self._disk = Shared()
 
     @property
     def now(self) -> float:
@@ -138,6 +154,13 @@ class Clock:
 
     def pass_until(self, time: float) -> None:
         self._times[self._running[-1]] = max(self.now, time)
+
+    def work(self, lane: str, name: str) -> None:
+        """Spend what the table says; the disk's lanes share one disk."""
+        seconds = self.table[lane, name].seconds if (lane, name) in self.table else 0.0
+        on_disk = lane in (WEIGHTS_LANE, READ_LANE, WRITE_LANE)
+        now = self.now
+        self.pass_until(self._disk.take(now, seconds) if on_disk else now + seconds)
 
     @contextmanager
     def running(self, lane: str) -> Iterator[None]:
@@ -149,6 +172,30 @@ class Clock:
             yield
         finally:
             self._running.pop()
+
+
+class Shared:
+    """What several lanes use, one at a time: whoever comes gets the time that is still free.
+
+    Lanes run here one after another, not by time, so who asks later may come before.
+    """
+
+    def __init__(self) -> None:
+        self._busy: list[tuple[float, float]] = []
+
+    def take(self, at: float, seconds: float) -> float:
+        """Use it for so long from `at` on, in the gaps that others leave; when that ends."""
+        later = [span for span in self._busy if span[1] > at]
+        for start, end in [*later, (math.inf, math.inf)]:
+            used = min(max(start - at, 0.0), seconds)
+            if used > 0:
+                self._busy.append((at, at + used))
+            seconds, at = seconds - used, at + used
+            if seconds <= 0:
+                break
+            at = max(at, end)
+        self._busy.sort()
+        return at
 
 
 class VirtualEvent(Event):
@@ -175,10 +222,10 @@ class VirtualTrace(Trace):
 
     @contextmanager
     def span(self, lane: str, name: str, nbytes: int = 0) -> Iterator[None]:
-        work = self._clock.table.get((lane, name), Work(seconds=0.0))
-        with super().span(lane, name, work.nbytes):
+        load = self._clock.table.get((lane, name))
+        with super().span(lane, name, load.nbytes if load else 0):
             yield
-            self._clock.pass_until(self._clock.now + work.seconds)
+            self._clock.work(lane, name)
 
 
 class VirtualLane(Lane):
@@ -246,22 +293,18 @@ class _Resident(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock) -> Tensor:
         ctx.clock = clock
-        _pass(clock, "resident forward")
+        clock.work(COMPUTE, "resident forward")
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        _pass(ctx.clock, "resident backward")
+        ctx.clock.work(COMPUTE, "resident backward")
         return grads[0], None
-
-
-def _pass(clock: Clock, name: str) -> None:
-    clock.pass_until(clock.now + clock.table[COMPUTE, name].seconds)
 
 
 def _table(units: Sequence[UnitLoad], micro_batches: int) -> Table:
     """The work by lane and by the names that the engine gives it."""
-    table: dict[tuple[str, str], Work] = {}
+    table: dict[tuple[str, str], Load] = {}
     for index, load in enumerate(units):
         name = "resident" if index == 0 else f"blocks.{index - 1}"
         table |= {("h2d", name): load.h2d, ("d2h", name): load.d2h, ("adamw", name): load.adamw}
@@ -272,10 +315,15 @@ def _table(units: Sequence[UnitLoad], micro_batches: int) -> Table:
             f"clear {name}": load.clear_s,
             f"round {name}": load.round_s,
         }
-        table |= {(COMPUTE, what): Work(seconds=seconds) for what, seconds in once.items()}
-        if load.activation is not None:
-            table |= {(lane, "activation"): load.activation for lane in ("h2d", "d2h")}
+        table |= {(COMPUTE, what): Load(seconds=seconds) for what, seconds in once.items()}
+        optional = {
+            ("h2d", "activation"): load.activation, ("d2h", "activation"): load.activation,
+            (WEIGHTS_LANE, name): load.disk_weights, (READ_LANE, name): load.disk_read,
+            (WRITE_LANE, name): load.disk_write,
+            (WRITE_LANE, f"gradients {name}"): load.disk_gradients,
+        }  # fmt: skip
+        table |= {key: load for key, load in optional.items() if load is not None}
     for pass_ in ("forward", "backward"):
         per_batch = getattr(units[0], f"{pass_}_s")
-        table[COMPUTE, f"resident {pass_}"] = Work(seconds=per_batch * micro_batches)
+        table[COMPUTE, f"resident {pass_}"] = Load(seconds=per_batch * micro_batches)
     return table

@@ -250,7 +250,8 @@ class DiskRecords:
             for _, at, offset, nbytes in spans:
                 self._file.write(buffer[at : at + nbytes], offset)
 
-        self._pieces.put(buffer, self._write_behind(unit, write, sum(span[3] for span in spans)))
+        nbytes, name = sum(span[3] for span in spans), self._records[unit].layout.name
+        self._pieces.put(buffer, self._write_behind(unit, write, name, nbytes))
 
     def _spans(self, unit: int, piece: Piece) -> list[tuple[str, int, int, int]]:
         """(kind, place in a piece buffer, place in the file, bytes) of a piece's pages."""
@@ -284,12 +285,13 @@ class DiskRecords:
             raise
         offset = self._offset(unit, "gradients")
         write = partial(self._file.write, buffer[:nbytes], offset)
-        self._gradients.put(buffer, self._write_behind(unit, write, nbytes))
+        name = f"gradients {self._records[unit].layout.name}"
+        self._gradients.put(buffer, self._write_behind(unit, write, name, nbytes))
 
-    def _write_behind(self, unit: int, write: Callable[[], None], nbytes: int) -> Event:
+    def _write_behind(self, unit: int, write: Callable[[], None], name: str, nbytes: int) -> Event:
         # Writes that have failed stay in the list: whoever reads the unit must hear of it.
         pending = [e for e in self._writes[unit] if not _succeeded(e)]
-        event = self._write_lane.submit(write, self._records[unit].layout.name, nbytes=nbytes)
+        event = self._write_lane.submit(write, name, nbytes=nbytes)
         self._writes[unit] = [*pending, event]
         return event
 
