@@ -128,6 +128,8 @@ def model_costs(
 
     Blocks are recomputed in backward, as they stream. A step of m micro-batches is m times the
     costs with one micro-batch as inputs, save `working_bytes` of the blocks, which are reused.
+    Where shapes do not tell, the most is taken: every token of a mask counts, and every output of
+    a block has a gradient.
 
     Args:
         model: any module with repeated blocks, on the meta device or not; unchanged afterwards.
@@ -151,7 +153,8 @@ def model_costs(
         raise InputError(
             f"{type(model).__name__}: its forward asks for values of its tensors ({error}), which "
             "shapes alone do not tell",
-            "leave out the input that it looks at, such as a mask, if it can do without",
+            "leave out the input whose values it looks at, if it can do without; its costs cannot "
+            "be known beforehand otherwise",
         ) from error
     return _summed(units, done)
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from megaslide.ops.library import assumed_present
@@ -73,11 +74,11 @@ def dry_run(
         args, kwargs: pytrees of its arguments; of tensors only shapes, strides and dtypes count.
         units: of `plan_units`; the model is as it was when this returns.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), assumed_present(), FlopCounter() as counter:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, _EverythingKept(), assumed_present(), FlopCounter() as counter:
         run = _DryRun(units, counter)
         with run.in_place(model):
-            args, kwargs = tree_map(_fake, (tuple(args), dict(kwargs)))
-            return run(call, args, kwargs)
+            return run(call, tree_map(_fake, tuple(args)), tree_map(_fake, dict(kwargs)))
 
 
 class _DryRun:
@@ -116,14 +117,17 @@ class _DryRun:
         resident = self._parameters[0]
         places = [(use, resident[piece.name]) for use, piece in self._units[0].uses]
         blocks = [unit.module for unit in self._units[1:]]
+        before = [vars(block).get("forward") for block in blocks]
         with _placed(places), _fake_buffers(model):
             for number, block in enumerate(blocks, start=1):
                 block.forward = self._counted(number, block.forward)
             try:
                 yield
             finally:
-                for block in blocks:
+                for block, forward in zip(blocks, before, strict=True):
                     del block.forward
+                    if forward is not None:
+                        block.forward = forward
 
     def _counted(self, unit: int, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -180,6 +184,22 @@ class _DryRun:
             working_bytes=saved.nbytes(),
         )  # fmt: skip
         return trace
+
+
+class _EverythingKept(TorchDispatchMode):
+    """Within, a mask whose true positions are asked for has no others: the most it can cost."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten.nonzero.default:
+            mask = args[0]
+            return torch.empty(mask.numel(), mask.dim(), dtype=torch.int64)
+        return func(*args, **(kwargs or {}))
 
 
 class Saved:
