@@ -2,7 +2,8 @@
 
 Levels are those of docs/architecture.md. From sampling upwards every part has a level of its own
 (training uses sampling, the demo uses both), because a trainer that samples through an injected
-callback reads worse than one that imports the sampler.
+callback reads worse than one that imports the sampler. Planning stands on streaming, whose own
+arithmetic of bytes it uses.
 """
 
 import ast
