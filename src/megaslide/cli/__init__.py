@@ -24,6 +24,7 @@ from megaslide.cli.display import (
     size,
     status,
 )
+from megaslide.cli.plan import plan
 from megaslide.cli.refusals import Verbs, fail, writes_to
 from megaslide.errors import InputError
 
@@ -211,6 +212,9 @@ def info(
 
             machine = probe()
         print_json(machine.to_dict()) if as_json else console().print(machine_grid(machine))
+
+
+app.command()(plan)
 
 
 # -- data and training ----------------------------------------------------------------------------
