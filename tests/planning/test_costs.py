@@ -3,6 +3,7 @@
 import itertools
 import resource
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_f
 from megaslide.config import AttentionConfig, ModelConfig
 from megaslide.errors import InputError
 from megaslide.models.dit import VideoDiT, build_model
+from megaslide.models.network import PretrainedNetwork
+from megaslide.models.pretrained import family_of, find_source
 from megaslide.ops.library import why_absent
 from megaslide.planning import dry_run
 from megaslide.planning.costs import ModelCosts, model_costs
@@ -385,6 +388,38 @@ def test_what_stands_around_the_model_may_be_called() -> None:
     given = on_meta(inputs())
     around = model_costs(model, given, call=lambda **named: model(**named) * 2)
     assert around == model_costs(model, given)
+
+
+def test_layers_of_torch_itself() -> None:
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
+    x = torch.zeros(2, 9, 16)
+    forward, backward = torch_count(model, lambda m: m(x).square().mean(), FUSED_ON_CPU)
+    costs = model_costs(model, [x], blocks=["layers"])
+    assert costs.forward_flop == forward
+    # Alone, torch skips the gradient of the first input; so do we, who are told that it needs none.
+    assert costs.backward_flop == backward
+    assert costs.units[1].backward_flop < costs.units[2].backward_flop
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize("name", ["wan", "ltx", "cogvideox-rope", "mochi"])
+def test_pretrained_transformer_behind_its_denoiser(name: str, tmp_path: Path) -> None:
+    """As a run builds it: parameters on the meta device, tables real, inputs by the convention."""
+    tiny.write_pipeline(tmp_path, name, dtype=torch.bfloat16)
+    source = find_source(str(tmp_path))
+    family = family_of(source.class_name)(source.config, fps=24, guidance=1.0)
+    network = PretrainedNetwork(source=source, family=family)
+    model = network.build(torch.bfloat16)
+    given = {
+        "hidden_states": torch.empty(2, family.channels, 5, 8, 10, device="meta"),
+        "timestep": torch.empty(2, device="meta"),
+        "encoder_hidden_states": torch.empty(2, 4, family.text_dim, device="meta"),
+    }
+    costs = model_costs(model, given, call=network.denoiser(model, torch.bfloat16))
+    assert costs.parameters == network.count_parameters()
+    assert len(costs.order) == 2
+    assert all(unit.flop > 2 * 3 * unit.parameters for unit in costs.units[1:])
 
 
 def test_a_hundred_billion_parameters_take_seconds_and_no_memory() -> None:
