@@ -99,13 +99,24 @@ def test_file_tree_of_the_readme_is_the_real_one() -> None:
     assert listed <= real, "README names what is not there"
 
 
-def test_configuration_page_is_what_the_configuration_says() -> None:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+def generator(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_configuration_page_is_what_the_configuration_says() -> None:
+    generate = generator("generate")
     assert generate.PAGE.read_text() == generate.page(), "run `make format`"
+
+
+@pytest.mark.slow
+def test_planning_page_is_what_the_planner_says() -> None:
+    generate = generator("generate_planning")
+    assert generate.PAGE.read_text() == generate.page(), "run docs/generate_planning.py"
 
 
 def test_ci_does_what_a_contributor_types() -> None:
