@@ -1,0 +1,236 @@
+"""Local attention inside somebody else's block: our operator answers the block's own SDPA call.
+
+A pretrained attention module projects, normalises and rotates as its family does, and then calls
+`torch.nn.functional.scaled_dot_product_attention`. While a converted module runs, that one call is
+answered by 3D-DSA or a baseline of it. Nothing of the family is written a second time, so nothing
+can drift from it, and projections, norms and rotary positions keep their weights and names. What is
+new is one submodule, `dsa`, beside the projections.
+
+An attention module sees N tokens and not their grid. The model's input tells it: a hook on the
+model reads it, a hook on each block hands it to the block as one more argument, and there it is
+part of the call. An engine that recomputes the block later therefore gets the grid of that call,
+whatever ran in between.
+
+Shapes: B batch · T H W token grid · N = T·H·W tokens, t-major · D channels of a token · d channels
+of a head.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from megaslide.config import AttentionConfig
+from megaslide.models.attention import shifted_window_attention
+from megaslide.models.layers import Grid, ZeroDepthwiseConv3d
+from megaslide.models.offsets import OffsetNet
+from megaslide.ops.deformable_attention import deformable_attention
+
+GridReader = Callable[[nn.Module, Mapping[str, Any]], Grid]
+"""The token grid of a call, from the model and its forward's arguments by name."""
+
+
+class VideoAttention(nn.Module):
+    """The operator that takes the place of dense attention, with its parameters.
+
+    At init offsets and convolution branch are zero, so that the deformable kind begins as
+    neighbourhood attention, and any kind as dense attention where one window is the whole grid.
+
+    Args:
+        settings: kind, window and offsets.
+        channels: D of the attention module's input, from which the offsets come.
+        value_channels: heads·d.
+        shifted: whether the windows of the `swin` kind are displaced.
+    """
+
+    def __init__(
+        self, settings: AttentionConfig, *, channels: int, value_channels: int, shifted: bool
+    ) -> None:
+        super().__init__()
+        self.settings, self.shifted = settings, shifted
+        self.offsets: OffsetNet | None = None
+        if settings.kind == "deformable":
+            self.offsets = OffsetNet(
+                channels,
+                window=settings.window,
+                kind=settings.offset_kind,
+                offset_range=settings.offset_range,
+                groups=settings.offset_groups,
+            )
+        self.conv_branch = ZeroDepthwiseConv3d(value_channels) if settings.conv_branch else None
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """x [B, T, H, W, D]; q, k, v [B, T, H, W, heads, d]. Returns [B, T, H, W, heads, d]."""
+        settings = self.settings
+        if settings.kind == "swin":
+            out = shifted_window_attention(q, k, v, window=settings.window, shifted=self.shifted)
+        else:
+            offsets = None if self.offsets is None else self.offsets(x)
+            out = deformable_attention(
+                q, k, v, offsets,
+                window=settings.window, kind=settings.offset_kind, backend=settings.backend,
+            )  # fmt: skip
+        if self.conv_branch is not None:
+            out = out + self.conv_branch(v.flatten(-2)).unflatten(-1, v.shape[-2:]).to(out.dtype)
+        return out
+
+
+def localize(
+    model: nn.Module, blocks: Mapping[nn.Module, tuple[nn.Module, VideoAttention]],
+    read_grid: GridReader,
+) -> None:  # fmt: skip
+    """Make attention modules of `model` local, in place.
+
+    Args:
+        model: called with what `read_grid` reads.
+        blocks: for each block its attention module and what answers in it.
+        read_grid: finds the token grid of a call.
+    """
+    grid = _GridOfInput(read_grid)
+    model.register_forward_pre_hook(grid, with_kwargs=True)
+    for block, (attention, operator) in blocks.items():
+        attention.add_module("dsa", operator)
+        local: Any = _LocalForward(attention.forward, operator)
+        attention.forward = local
+        whole: Any = _BlockForward(block.forward, local)
+        block.forward = whole
+        block.register_forward_pre_hook(_PassGrid(grid), with_kwargs=True)
+
+
+# Callable objects instead of closures: copy.deepcopy of a model copies them along with it, whereas
+# a closure would go on calling the modules of the original.
+
+
+class _GridOfInput:
+    """A hook on the model: remembers the grid of its latest input."""
+
+    def __init__(self, read: GridReader) -> None:
+        self.read = read
+        self.grid: Grid | None = None
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
+        self.grid = self.read(model, bound.arguments)
+
+
+class _PassGrid:
+    """A hook on a block: adds the grid to the arguments of its call."""
+
+    def __init__(self, source: _GridOfInput) -> None:
+        self.source = source
+
+    def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return args, {"token_grid": self.source.grid, **kwargs}
+
+
+class _BlockForward:
+    """A block's forward with one more argument, which its attention is told."""
+
+    def __init__(self, forward: Callable[..., Any], attention: "_LocalForward") -> None:
+        self.forward, self.attention = forward, attention
+        own = inspect.signature(forward)
+        added = inspect.Parameter("token_grid", inspect.Parameter.KEYWORD_ONLY, default=None)
+        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        rest = [p for p in own.parameters.values() if p.kind is p.VAR_KEYWORD]
+        self.__signature__ = own.replace(parameters=[*named, added, *rest])
+
+    def __call__(self, *args: Any, token_grid: Grid | None = None, **kwargs: Any) -> Any:
+        self.attention.grid = token_grid
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            self.attention.grid = None
+
+
+class _LocalForward:
+    """An attention module's forward in which the operator answers for SDPA."""
+
+    def __init__(self, forward: Callable[..., Any], operator: VideoAttention) -> None:
+        self.forward, self.operator = forward, operator
+        self.grid: Grid | None = None
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        x = _on_grid(hidden_states, self.grid)
+        with _Answer(partial(_attend, self.operator, x)) as answer:
+            out = self.forward(hidden_states, *args, **kwargs)
+        # Perturbed guidance (LTX-2) may pass values on without any attention.
+        if not answer.given and kwargs.get("perturbation_mask") is None:
+            raise RuntimeError(
+                "a converted attention did not call torch's scaled_dot_product_attention; "
+                "undo set_attention_backend(...) and DIFFUSERS_ATTN_BACKEND, and do not replace "
+                "the processors of a converted model by others"
+            )
+        return out
+
+
+class _Answer(TorchFunctionMode):
+    """Within, `scaled_dot_product_attention` is `attend`, and everything else is as ever."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+        self.given = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.given = True
+            return self.attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attend(
+    operator: VideoAttention,
+    x: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Arguments of SDPA, [B, heads, N, d]; x [B, T, H, W, D]. Returns [B, heads, N, d]."""
+    if attn_mask is not None or is_causal:
+        raise ValueError(
+            "a converted attention sees its window and takes no mask; call the model without "
+            "attention_mask (and without sparse or causal attention)"
+        )
+    if dropout_p or scale is not None or enable_gqa:
+        raise ValueError(f"dropout_p={dropout_p}, scale={scale}, enable_gqa={enable_gqa} in SDPA")
+    q, k, v = (
+        _as_autocast(tensor).transpose(1, 2).unflatten(1, x.shape[1:4])
+        for tensor in (query, key, value)
+    )
+    return operator(x, q, k, v).flatten(1, 3).transpose(1, 2)
+
+
+def _as_autocast(tensor: Tensor) -> Tensor:
+    """The dtype that autocast would have given SDPA."""
+    kind = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+
+
+def _on_grid(hidden_states: Tensor, grid: Grid | None) -> Tensor:
+    """[B, N, D] to [B, T, H, W, D].
+
+    Raises:
+        RuntimeError: the block was called by itself.
+        ValueError: the tokens are not such a grid.
+    """
+    if grid is None:
+        raise RuntimeError("a converted block knows its token grid only within its model's forward")
+    t, h, w = grid
+    if hidden_states.ndim != 3 or hidden_states.shape[1] != t * h * w:
+        raise ValueError(
+            f"converted attention over {list(hidden_states.shape)}: needs {t}·{h}·{w} tokens, the "
+            "grid of the model's input; tokens of other inputs cannot be among them"
+        )
+    return hidden_states.unflatten(1, grid)
