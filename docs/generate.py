@@ -38,6 +38,7 @@ NAMES: dict[Any, str] = {
     Triple: "three integers",
     tuple[float, float, float]: "three numbers",
     tuple[str, ...]: "list of texts",
+    tuple[int, ...]: "list of integers",
 }
 BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 

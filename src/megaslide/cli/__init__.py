@@ -5,6 +5,7 @@ machine without the optional packages can still ask for help. Exit codes: 0 done
 cannot be used (one message, no traceback), 130 interrupted. Only this folder prints.
 """
 
+import json
 import shlex
 import subprocess
 import sys
@@ -186,6 +187,38 @@ def sample(
         )
     for path in paths:
         typer.echo(path)
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A diffusers pipeline's folder, or its hub id.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the converted model.")],
+    overrides: Overrides = None,
+) -> None:
+    """Replace a pretrained model's dense attention by 3D-DSA or a baseline of it.
+
+    Takes attention.* (attention.kind is needed) and model.subfolder, model.revision.
+    """
+    from megaslide.config import load_config
+
+    for override in overrides or ():
+        if not override.startswith(("attention.", "model.subfolder=", "model.revision=")):
+            raise InputError(f"{override}: not a setting of a conversion", "see docs/pretrained.md")
+    named = f"model.pretrained_model_name_or_path={json.dumps(source)}"
+    config = load_config(None, [named, *(overrides or ())])
+    with status("converting"), writes_to(out):
+        from megaslide.models.pretrained import find_source
+        from megaslide.models.pretrained.converted_folder import write_converted
+
+        subfolder = config.model.subfolder
+        found = find_source(source, subfolder=subfolder, revision=config.model.revision)
+        written = write_converted(found, out, config.attention, subfolder=subfolder)
+    added = count(written.added_parameters)
+    typer.echo(f"converted {written.converted} attention modules to {config.attention.kind}")
+    typer.echo(f"{count(written.base_parameters)} parameters kept, {added} added")
+    typer.echo(f"wrote {written.folder}")
 
 
 @app.command()

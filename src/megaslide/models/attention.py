@@ -214,8 +214,7 @@ def _plan_windows(window: Grid, sizes: Grid, shifted: bool) -> tuple[Grid, Grid]
     """Window cut to the grid, and by how many tokens each axis is rolled."""
     kt, kh, kw = cut_window(window, sizes)
     st, sh, sw = (
-        k // 2 if shifted and k < size else 0
-        for k, size in zip((kt, kh, kw), sizes, strict=True)
+        k // 2 if shifted and k < size else 0 for k, size in zip((kt, kh, kw), sizes, strict=True)
     )
     return (kt, kh, kw), (st, sh, sw)
 

@@ -8,15 +8,12 @@ loads the base model.
 Shapes: T H W token grid, as elsewhere (latent voxels over the patch size).
 """
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import nn
 
 from megaslide.config import AttentionConfig
 from megaslide.errors import InputError
@@ -27,7 +24,7 @@ from megaslide.weights import CONFIG_NAME
 
 ENTRY = "attention"
 """Key of config.json."""
-KEPT = ("auto", "dense")
+_KEPT = ("auto", "dense")
 """Kinds that leave a pretrained model's attention as it is."""
 _PREFIX = "dsa"
 _NOT_SAVED = {"backend", "num_register_tokens"}
@@ -95,13 +92,18 @@ JOINT = (
 def converted_config(source: Source, settings: AttentionConfig) -> Source:
     """`source` as a model whose attention is `settings`; nothing is built or written.
 
+    Returns:
+        `source` itself where it is such a model already.
+
     Raises:
-        InputError: the class cannot be converted, or the folder's model is already.
+        InputError: the class cannot be converted, or the folder's model is, but otherwise.
     """
-    where = source.folder / CONFIG_NAME
+    where, saved = source.folder / CONFIG_NAME, read_settings(source)
+    if settings.kind == "auto" or (settings.kind == "dense" and saved is None):
+        return source
     entry = _entry_of(settings)
-    if ENTRY in source.config:
-        if read_settings(source) == settings.model_copy(update={"num_register_tokens": 0}):
+    if saved is not None:
+        if _entry_of(saved) == entry:
             return source
         raise InputError(
             f"{where}: already converted, with attention {source.config[ENTRY]}",
@@ -128,7 +130,7 @@ def read_settings(source: Source, backend: str = "auto") -> AttentionConfig | No
         return None
     try:
         settings = AttentionConfig.model_validate({**entry, "backend": backend})
-        if settings.kind in KEPT:
+        if settings.kind in _KEPT:
             raise ValueError(f"kind {settings.kind!r}")
     except (TypeError, ValueError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"msg": str(error)}
@@ -155,10 +157,10 @@ def convert(model: nn.Module, settings: AttentionConfig) -> nn.Module:
         InputError: a class, layers or groups of offsets that do not fit.
         ValueError: converted already, or a kind that converts nothing.
     """
-    if settings.kind in KEPT:
+    if settings.kind in _KEPT:
         raise ValueError(f"attention.kind={settings.kind!r} converts nothing")
     site = _site_of(type(model).__name__, type(model).__name__)
-    blocks = list(model.get_submodule(site.blocks))
+    blocks = list(model.get_submodule(site.blocks).children())
     changed: dict[nn.Module, tuple[nn.Module, VideoAttention]] = {}
     for number, index in enumerate(chosen_layers(settings.layers, len(blocks))):
         attention = blocks[index].get_submodule(site.attention)

@@ -33,6 +33,7 @@ from megaslide.ops.deformable_attention import deformable_attention
 
 GridReader = Callable[[nn.Module, Mapping[str, Any]], Grid]
 """The token grid of a call, from the model and its forward's arguments by name."""
+_SDPA = F.scaled_dot_product_attention
 
 
 class VideoAttention(nn.Module):
@@ -179,7 +180,7 @@ class _Answer(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.scaled_dot_product_attention:
+        if func is _SDPA:
             self.given = True
             return self.attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
