@@ -81,8 +81,9 @@ def _value(value: Any) -> str:
 def _accepts(field: FieldInfo) -> str:
     kinds = [field.annotation]
     if isinstance(field.annotation, types.UnionType):
-        kinds = [k for k in typing.get_args(field.annotation) if k is not type(None)]
-    optional = field.annotation not in kinds
+        kinds = list(typing.get_args(field.annotation))
+    optional = type(None) in kinds
+    kinds = [kind for kind in kinds if kind is not type(None)]
     text = " or ".join(_kind(kind) for kind in kinds) + _bounds(field)
     return f"{text}, or null" if optional else text
 

@@ -197,9 +197,10 @@ def convert(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the converted model.")],
     overrides: Overrides = None,
 ) -> None:
-    """Replace a pretrained model's dense attention by 3D-DSA or a baseline of it.
+    """Replace the attention of a pretrained model by 3D-DSA.
 
-    Takes attention.* (attention.kind is needed) and model.subfolder, model.revision.
+    Or by a baseline of it. Takes attention.* (attention.kind is needed), model.subfolder and
+    model.revision.
     """
     from megaslide.config import load_config
 
