@@ -1,15 +1,15 @@
 """Which attention of a pretrained transformer becomes local, and folders of such models.
 
-Only self-attention over video tokens alone is converted. Every weight of the model stays what and
-where it is; what is added lies under the attention module's own prefix (`blocks.0.attn1.dsa.`), and
-the `attention` entry of config.json says how to build it. diffusers ignores both with a warning and
-loads the base model.
+Self-attention over video tokens is converted, alone or joint with text. Every weight of the model
+stays what and where it is; what is added lies under the attention module's own prefix
+(`blocks.0.attn1.dsa.`), and the `attention` entry of config.json says how to build it. diffusers
+ignores both with a warning and loads the base model.
 
 Shapes: T H W token grid, as elsewhere (latent voxels over the patch size).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,7 +19,12 @@ from megaslide.config import AttentionConfig
 from megaslide.errors import InputError
 from megaslide.models.layers import Grid
 from megaslide.models.pretrained.source import Source
-from megaslide.models.pretrained.video_attention import GridReader, VideoAttention, localize
+from megaslide.models.pretrained.video_attention import (
+    GridReader,
+    TextPlace,
+    VideoAttention,
+    localize,
+)
 from megaslide.weights import CONFIG_NAME
 
 ENTRY = "attention"
@@ -30,26 +35,32 @@ _PREFIX = "dsa"
 _NOT_SAVED = {"backend", "num_register_tokens"}
 
 
-def _volume(patch_size: Any, sizes: Any) -> Grid:
-    t, h, w = (int(n) // int(p) for n, p in zip(sizes, patch_size, strict=True))
+def _tokens(config: Any, sizes: Any) -> Grid:
+    """Latent voxels T, H, W over the patch size, which some configs have as two numbers."""
+    size = config.patch_size
+    if isinstance(size, int):
+        size = (getattr(config, "patch_size_t", None) or 1, size, size)
+    t, h, w = (int(n) // int(p) for n, p in zip(sizes, size, strict=True))
     return t, h, w
 
 
-def _of_latents(model: nn.Module, given: Mapping[str, Any]) -> Grid:
+def _of_latents(model: Any, given: Mapping[str, Any]) -> Grid:
     """hidden_states [B, C, T·pt, H·ph, W·pw]."""
-    config: Any = model.config
-    size = config.patch_size
-    patch = (config.patch_size_t, size, size) if isinstance(size, int) else size
-    return _volume(patch, given["hidden_states"].shape[2:])
+    return _tokens(model.config, given["hidden_states"].shape[2:])
 
 
-def _of_channels_last(model: nn.Module, given: Mapping[str, Any]) -> Grid:
+def _of_channels_last(model: Any, given: Mapping[str, Any]) -> Grid:
     """hidden_states [B, T·pt, H·ph, W·pw, C]."""
-    config: Any = model.config
-    return _volume(config.patch_size, given["hidden_states"].shape[1:4])
+    return _tokens(model.config, given["hidden_states"].shape[1:4])
 
 
-def _of_sizes(model: nn.Module, given: Mapping[str, Any]) -> Grid:
+def _of_frames_first(model: Any, given: Mapping[str, Any]) -> Grid:
+    """hidden_states [B, T·pt, C, H·ph, W·pw]."""
+    _, t, _, h, w = given["hidden_states"].shape
+    return _tokens(model.config, (t, h, w))
+
+
+def _of_sizes(model: Any, given: Mapping[str, Any]) -> Grid:
     """Tokens [B, N, C], with the grid as arguments of its own."""
     names = ("num_frames", "height", "width")
     t, h, w = (given.get(name) for name in names)
@@ -63,30 +74,34 @@ class Site:
     """Where a class has its self-attention over video."""
 
     grid: GridReader
-    blocks: str = "transformer_blocks"
-    attention: str = "attn1"
+    modules: Mapping[str, str] = field(default_factory=lambda: {"transformer_blocks": "attn1"})
+    """Lists of blocks in the order of the forward pass, and the attention's name in each."""
+    text: TextPlace = None
+    """Where text tokens are that take part in it."""
 
 
+_WAN = Site(_of_latents, {"blocks": "attn1"})
+_COGVIDEOX = Site(_of_frames_first, text="before")
 CONVERTIBLE: dict[str, Site] = {
-    "WanTransformer3DModel": Site(_of_latents, "blocks"),
-    "SkyReelsV2Transformer3DModel": Site(_of_latents, "blocks"),
-    "ChronoEditTransformer3DModel": Site(_of_latents, "blocks"),
+    "WanTransformer3DModel": _WAN,
+    "SkyReelsV2Transformer3DModel": _WAN,
+    "ChronoEditTransformer3DModel": _WAN,
     "LTXVideoTransformer3DModel": Site(_of_sizes),
     "LTX2VideoTransformer3DModel": Site(_of_sizes),
     "CosmosTransformer3DModel": Site(_of_latents),
     "AllegroTransformer3DModel": Site(_of_latents),
     "Kandinsky5Transformer3DModel": Site(
-        _of_channels_last, "visual_transformer_blocks", "self_attention"
+        _of_channels_last, {"visual_transformer_blocks": "self_attention"}
     ),
+    "CogVideoXTransformer3DModel": _COGVIDEOX,
+    "ConsisIDTransformer3DModel": _COGVIDEOX,
+    "MochiTransformer3DModel": Site(_of_latents, text="after"),
+    "HunyuanVideoTransformer3DModel": Site(
+        _of_latents, {"transformer_blocks": "attn", "single_transformer_blocks": "attn"}, "after"
+    ),
+    "HunyuanVideo15Transformer3DModel": Site(_of_latents, {"transformer_blocks": "attn"}, "after"),
 }
 """By the class that config.json names."""
-
-JOINT = (
-    "HunyuanVideoTransformer3DModel", "HunyuanVideo15Transformer3DModel",
-    "HunyuanVideoFramepackTransformer3DModel", "CogVideoXTransformer3DModel",
-    "ConsisIDTransformer3DModel", "MochiTransformer3DModel", "EasyAnimateTransformer3DModel",
-)  # fmt: skip
-"""Classes whose video and text tokens attend to each other in one softmax."""
 
 
 def converted_config(source: Source, settings: AttentionConfig) -> Source:
@@ -160,15 +175,19 @@ def convert(model: nn.Module, settings: AttentionConfig) -> nn.Module:
     if settings.kind in _KEPT:
         raise ValueError(f"attention.kind={settings.kind!r} converts nothing")
     site = _site_of(type(model).__name__, type(model).__name__)
-    blocks = list(model.get_submodule(site.blocks).children())
+    blocks = [
+        (f"{names}.{name}.{attention}", block, block.get_submodule(attention))
+        for names, attention in site.modules.items()
+        for name, block in model.get_submodule(names).named_children()
+    ]
     changed: dict[nn.Module, tuple[nn.Module, VideoAttention]] = {}
     for number, index in enumerate(chosen_layers(settings.layers, len(blocks))):
-        attention = blocks[index].get_submodule(site.attention)
+        name, block, attention = blocks[index]
         if hasattr(attention, _PREFIX):
-            raise ValueError(f"{site.blocks}.{index}.{site.attention} is converted already")
+            raise ValueError(f"{name} is converted already")
         # Every other of the converted blocks shifts its windows, whichever blocks they are.
-        changed[blocks[index]] = (attention, _operator(attention, settings, number % 2 == 1))
-    localize(model, changed, site.grid)
+        changed[block] = (attention, _operator(attention, settings, number % 2 == 1))
+    localize(model, changed, site.grid, site.text)
     config: Any = model
     config.register_to_config(**{ENTRY: _entry_of(settings)})
     return model
@@ -213,10 +232,9 @@ def _operator(attention: Any, settings: AttentionConfig, shifted: bool) -> Video
 def _site_of(class_name: str, where: str) -> Site:
     if class_name in CONVERTIBLE:
         return CONVERTIBLE[class_name]
-    joint = ": its attention is joint over video and text" if class_name in JOINT else ""
     prefix = "" if where == class_name else f"{where}: "
     raise InputError(
-        f"{prefix}the attention of {class_name} cannot be converted yet{joint}",
+        f"{prefix}the attention of {class_name} cannot be converted",
         f"set attention.kind=auto to keep it; converted are {', '.join(sorted(CONVERTIBLE))}",
     )
 

@@ -6,19 +6,21 @@ answered by 3D-DSA or a baseline of it. Nothing of the family is written a secon
 can drift from it, and projections, norms and rotary positions keep their weights and names. What is
 new is one submodule, `dsa`, beside the projections.
 
+Where video and text attend to each other in one softmax, video queries see their window and all
+text, text queries see everything, as before.
+
 An attention module sees N tokens and not their grid. The model's input tells it: a hook on the
 model reads it, a hook on each block hands it to the block as one more argument, and there it is
 part of the call. An engine that recomputes the block later therefore gets the grid of that call,
 whatever ran in between.
 
-Shapes: B batch · T H W token grid · N = T·H·W tokens, t-major · D channels of a token · d channels
-of a head.
+Shapes: B batch · T H W token grid · N = T·H·W tokens, t-major · L text tokens in the same softmax ·
+S = N + L · D channels of a token · d channels of a head.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +28,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megaslide.config import AttentionConfig
-from megaslide.models.attention import shifted_window_attention
+from megaslide.models.attention import Extra, shifted_window_attention
 from megaslide.models.layers import Grid, ZeroDepthwiseConv3d
 from megaslide.models.offsets import OffsetNet
 from megaslide.ops.deformable_attention import deformable_attention
 
 GridReader = Callable[[nn.Module, Mapping[str, Any]], Grid]
 """The token grid of a call, from the model and its forward's arguments by name."""
+TextPlace = Literal["before", "after"] | None
+"""Where text tokens are beside those of the video; None where there are none."""
 _SDPA = F.scaled_dot_product_attention
 
 
@@ -65,16 +69,26 @@ class VideoAttention(nn.Module):
             )
         self.conv_branch = ZeroDepthwiseConv3d(value_channels) if settings.conv_branch else None
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """x [B, T, H, W, D]; q, k, v [B, T, H, W, heads, d]. Returns [B, T, H, W, heads, d]."""
-        settings = self.settings
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, extra: Extra = None) -> Tensor:
+        """Attend within windows.
+
+        Args:
+            x: [B, T, H, W, D].
+            q, k, v: [B, T, H, W, heads, d].
+            extra: keys and values that every query also sees, [B, L, heads, d].
+
+        Returns:
+            [B, T, H, W, heads, d].
+        """
+        settings, window = self.settings, self.settings.window
         if settings.kind == "swin":
-            out = shifted_window_attention(q, k, v, window=settings.window, shifted=self.shifted)
+            out = shifted_window_attention(q, k, v, extra, window=window, shifted=self.shifted)
         else:
             offsets = None if self.offsets is None else self.offsets(x)
+            extra_k, extra_v = (None, None) if extra is None else extra
             out = deformable_attention(
-                q, k, v, offsets,
-                window=settings.window, kind=settings.offset_kind, backend=settings.backend,
+                q, k, v, offsets, window=window, kind=settings.offset_kind,
+                extra_k=extra_k, extra_v=extra_v, backend=settings.backend,
             )  # fmt: skip
         if self.conv_branch is not None:
             out = out + self.conv_branch(v.flatten(-2)).unflatten(-1, v.shape[-2:]).to(out.dtype)
@@ -83,7 +97,7 @@ class VideoAttention(nn.Module):
 
 def localize(
     model: nn.Module, blocks: Mapping[nn.Module, tuple[nn.Module, VideoAttention]],
-    read_grid: GridReader,
+    read_grid: GridReader, text: TextPlace = None,
 ) -> None:  # fmt: skip
     """Make attention modules of `model` local, in place.
 
@@ -91,12 +105,13 @@ def localize(
         model: called with what `read_grid` reads.
         blocks: for each block its attention module and what answers in it.
         read_grid: finds the token grid of a call.
+        text: where SDPA's arguments have text tokens besides.
     """
     grid = _GridOfInput(read_grid)
     model.register_forward_pre_hook(grid, with_kwargs=True)
     for block, (attention, operator) in blocks.items():
         attention.add_module("dsa", operator)
-        local: Any = _LocalForward(attention.forward, operator)
+        local: Any = _LocalForward(attention.forward, operator, text)
         attention.forward = local
         whole: Any = _BlockForward(block.forward, local)
         block.forward = whole
@@ -151,16 +166,18 @@ class _BlockForward:
 class _LocalForward:
     """An attention module's forward in which the operator answers for SDPA."""
 
-    def __init__(self, forward: Callable[..., Any], operator: VideoAttention) -> None:
-        self.forward, self.operator = forward, operator
+    def __init__(
+        self, forward: Callable[..., Any], operator: VideoAttention, text: TextPlace
+    ) -> None:
+        self.forward, self.operator, self.text = forward, operator, text
         self.grid: Grid | None = None
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         x = _on_grid(hidden_states, self.grid)
-        with _Answer(partial(_attend, self.operator, x)) as answer:
+        with _Answer(self.operator, x, self.text) as answer:
             out = self.forward(hidden_states, *args, **kwargs)
         # Perturbed guidance (LTX-2) may pass values on without any attention.
-        if not answer.given and kwargs.get("perturbation_mask") is None:
+        if answer.rows != len(x) and kwargs.get("perturbation_mask") is None:
             raise RuntimeError(
                 "a converted attention did not call torch's scaled_dot_product_attention; "
                 "undo set_attention_backend(...) and DIFFUSERS_ATTN_BACKEND, and do not replace "
@@ -170,47 +187,111 @@ class _LocalForward:
 
 
 class _Answer(TorchFunctionMode):
-    """Within, `scaled_dot_product_attention` is `attend`, and everything else is as ever."""
+    """Within, the operator answers `scaled_dot_product_attention`; everything else is as ever."""
 
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
+    def __init__(self, operator: VideoAttention, x: Tensor, text: TextPlace) -> None:
         super().__init__()
-        self.attend = attend
-        self.given = False
+        self.operator, self.x, self.text = operator, x, text
+        self.rows = 0
+        """Samples answered for: some families go through the batch one by one (Mochi)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _SDPA:
-            self.given = True
-            return self.attend(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return (self.attend if func is _SDPA else func)(*args, **(kwargs or {}))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """What SDPA is called with, [B, heads, S, d], and returns."""
+        if is_causal or (attn_mask is not None and self.text is None):
+            raise ValueError(
+                "a converted attention sees its window and takes no mask; call the model without "
+                "attention_mask (and without sparse or causal attention)"
+            )
+        if dropout_p or scale is not None or enable_gqa:
+            raise ValueError(f"dropout_p={dropout_p}, scale={scale}, enable_gqa={enable_gqa}")
+        x = self.x[self.rows : self.rows + len(query)]
+        self.rows += len(query)
+        q, k, v = (_as_autocast(t).transpose(1, 2) for t in (query, key, value))
+        if self.text is None:
+            out = _of_video(self.operator, x, (q, k, v))
+        else:
+            out = _of_both(self.operator, x, (q, k, v), attn_mask, self.text)
+        return out.transpose(1, 2)
 
 
-def _attend(
+def _of_video(
+    operator: VideoAttention, x: Tensor, qkv: Sequence[Tensor], text: Sequence[Tensor] = ()
+) -> Tensor:
+    """x [B, T, H, W, D]; q, k, v [B, N, heads, d]; k, v of text [B, L, heads, d]. Returns as q."""
+    q, k, v = (tensor.unflatten(1, x.shape[1:4]) for tensor in qkv)
+    extra = (text[0], text[1]) if text and text[0].shape[1] else None
+    return operator(x, q, k, v, extra).flatten(1, 3)
+
+
+def _of_both(
     operator: VideoAttention,
     x: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    qkv: Sequence[Tensor],
+    mask: Tensor | None,
+    place: Literal["before", "after"],
 ) -> Tensor:
-    """Arguments of SDPA, [B, heads, N, d]; x [B, T, H, W, D]. Returns [B, heads, N, d]."""
-    if attn_mask is not None or is_causal:
+    """Joint attention: q, k, v [B, S, heads, d] to the same shape; mask as for SDPA."""
+    size, count = qkv[0].shape[1], x[0, ..., 0].numel()
+    first = size - count if place == "before" else 0
+    video = slice(first, first + count)
+    text = slice(0, first) if place == "before" else slice(count, size)
+    of_video, of_text = [t[:, video] for t in qkv], [t[:, text] for t in qkv]
+    if mask is None:
+        local = _of_video(operator, x, of_video, of_text[1:])
+    else:
+        real, mask = _read_mask(mask, len(x), first, text)
+        local = _one_by_one(operator, x, of_video, of_text[1:], real)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (of_text[0], *qkv[1:]))
+    whole = _SDPA(q, k, v, attn_mask=mask).transpose(1, 2)
+    return torch.cat([whole, local] if place == "before" else [local, whole], dim=1)
+
+
+def _read_mask(mask: Tensor, batch: int, first: int, text: slice) -> tuple[Tensor, Tensor]:
+    """Which text tokens are real, bool [B, L], and the mask of text queries.
+
+    A family's mask is bool, [B, 1, 1 | S, S]. It hides text that is padding, from all video queries
+    alike, and no video.
+    """
+    if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1] != 1:
         raise ValueError(
-            "a converted attention sees its window and takes no mask; call the model without "
-            "attention_mask (and without sparse or causal attention)"
+            f"a converted attention takes no mask of {mask.dtype} {list(mask.shape)}, but that of "
+            "text tokens alone; call the model without attention_mask"
         )
-    if dropout_p or scale is not None or enable_gqa:
-        raise ValueError(f"dropout_p={dropout_p}, scale={scale}, enable_gqa={enable_gqa} in SDPA")
-    q, k, v = (
-        _as_autocast(tensor).transpose(1, 2).unflatten(1, x.shape[1:4])
-        for tensor in (query, key, value)
-    )
-    return operator(x, q, k, v).flatten(1, 3).transpose(1, 2)
+    mask = mask.expand(batch, -1, -1, -1)
+    if mask.shape[2] == 1:
+        return mask[:, 0, 0, text], mask
+    return mask[:, 0, first, text], mask[:, :, text]
+
+
+def _one_by_one(
+    operator: VideoAttention,
+    x: Tensor,
+    qkv: Sequence[Tensor],
+    text: Sequence[Tensor],
+    real: Tensor,
+) -> Tensor:
+    """`_of_video` where samples differ in how much text is real: the operator takes no mask."""
+    each = []
+    for i, keep in enumerate(real):
+        of_video = [t[i : i + 1] for t in qkv]
+        of_text = [t[i : i + 1, keep] for t in text]
+        each.append(_of_video(operator, x[i : i + 1], of_video, of_text))
+    return torch.cat(each)
 
 
 def _as_autocast(tensor: Tensor) -> Tensor:
