@@ -65,7 +65,8 @@ def _is_section(field: FieldInfo) -> bool:
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    cells = (f"`{name}`", f"`{_value(field.default)}`", _accepts(field), field.description or "")
+    meaning = " ".join((field.description or "").split())  # a row of a table is one line
+    cells = (f"`{name}`", f"`{_value(field.default)}`", _accepts(field), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
