@@ -30,6 +30,7 @@ from megaslide.models.presets import VideoDiTConfig
 from megaslide.models.pretrained import CONVERTIBLE, convert, find_source
 from megaslide.models.pretrained.conversion import chosen_layers
 from megaslide.models.pretrained.converted_folder import write_converted
+from megaslide.models.pretrained.video_attention import Registers
 from megaslide.streaming import StreamedModel, TransferHooks, stream
 
 # Mochi asks for fp32 in autocast, which torch's CPU cannot turn off in a better way than saying so.
@@ -69,7 +70,7 @@ def opened(model: nn.Module) -> nn.Module:
     """With offsets far from zero, a learned model's."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ".dsa." in name and name.endswith((".proj.weight", ".proj.bias")):
+            if ".dsa." in name and name.endswith((".proj.weight", ".proj.bias", ".gate")):
                 parameter.normal_(0, 0.5, generator=torch.Generator().manual_seed(7))
     return model
 
@@ -145,7 +146,7 @@ def masked(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 @pytest.mark.parametrize("kind", ["deformable", "neighborhood", "swin"])
 @pytest.mark.parametrize("name", GRIDS)
 def test_a_window_over_the_whole_grid_is_dense_attention(name: str, kind: str) -> None:
-    model = converted(name, kind=kind, window=ALL, conv_branch=True)
+    model = converted(name, kind=kind, window=ALL, conv_branch=True, num_register_tokens=3)
     assert_equal(model, tiny.build(name), inputs_of(name))
 
 
@@ -192,6 +193,26 @@ def test_every_kind_of_offsets(offset_kind: str) -> None:
     _, grads = run(opened(model), inputs_of("wan"))
     assert (forward(model, inputs_of("wan"))[0] - plain).abs().max() > 1e-4
     assert all(g.any() for n, g in grads.items() if ".dsa." in n)
+
+
+def test_registers_are_a_softmax_of_their_own_behind_a_gate() -> None:
+    torch.manual_seed(0)
+    registers = Registers(5, 2, 12)
+    q = tiny.random(2, 2, 1, 3, 2, 6)
+    assert not registers(q).any()
+    with torch.no_grad():
+        registers.gate.copy_(torch.tensor([[0.5], [-2.0]]))
+    scores = torch.einsum("bthwnd,end->bthwne", q.double(), registers.keys.double()) / 6**0.5
+    want = torch.einsum("bthwne,end->bthwnd", scores.softmax(-1), registers.values.double())
+    want[..., 0, :], want[..., 1, :] = 0.5 * want[..., 0, :], -2 * want[..., 1, :]
+    assert (registers(q) - want).abs().max() <= 1e-6
+
+
+def test_registers_learn_from_the_first_step() -> None:
+    _, grads = run(converted("wan", kind="deformable", num_register_tokens=3), inputs_of("wan"))
+    gates = [g for n, g in grads.items() if n.endswith("attn1.dsa.registers.gate")]
+    assert len(gates) == 2
+    assert all(gate.all() for gate in gates)
 
 
 def test_every_convertible_class_is_in_these_tests() -> None:
@@ -286,7 +307,7 @@ def gradients(model: StreamedModel, folder: Path) -> dict[str, Tensor]:
 def test_streamed_gradients_are_the_resident_ones(
     name: str, micro_batch_size: int | None, tmp_path: Path
 ) -> None:
-    settings = {"kind": "deformable", "window": WINDOW}
+    settings = {"kind": "deformable", "window": WINDOW, "num_register_tokens": 2}
     inputs = inputs_of(name)
     _, expected = run(opened(converted(name, **settings)), inputs)
     blocks = None if tiny.MODELS[name].found else tiny.MODELS[name].blocks
@@ -397,7 +418,8 @@ def test_a_converted_folder_is_the_original_with_more(
     stock = tiny.write_pipeline(tmp_path / "src", name, dtype=dtype, shard_size="20KB")
     written = write_converted(
         find_source(str(tmp_path / "src")), tmp_path / "out",
-        AttentionConfig(kind="deformable", window=WINDOW), max_shard_bytes=20_000,
+        AttentionConfig(kind="deformable", window=WINDOW, num_register_tokens=2),
+        max_shard_bytes=20_000,
     )  # fmt: skip
     assert len(list(written.folder.glob("*.safetensors"))) > 1
     model, base = megaslide.load(tmp_path / "out"), stock.state_dict()
@@ -405,7 +427,7 @@ def test_a_converted_folder_is_the_original_with_more(
     added = state.keys() - base.keys()
     assert all(torch.equal(state[n], t) and state[n].dtype == t.dtype for n, t in base.items())
     assert added
-    assert all(".dsa.offsets." in n and state[n].dtype == dtype for n in added)
+    assert all(".dsa." in n and state[n].dtype == dtype for n in added)
     assert written.added_parameters == sum(state[n].numel() for n in added)
     assert written.base_parameters == sum(t.numel() for t in base.values())
     assert written.converted == 2
@@ -634,8 +656,6 @@ def test_what_a_run_cannot_ask_for(tmp_path: Path) -> None:
         config_for(tmp_path, "attention.window=[1,3,3]")
     with pytest.raises(InputError, match=r"attention\.layers is for pretrained models"):
         load_config(None, ["attention.layers=[0]"])
-    with pytest.raises(InputError, match="register tokens are not there"):
-        network(tmp_path, "attention.kind=deformable", "attention.num_register_tokens=2")
 
 
 def test_neighbourhoods_of_this_file_have_as_many_keys_as_the_window() -> None:

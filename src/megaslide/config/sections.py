@@ -62,7 +62,8 @@ class AttentionConfig(Section):
     conv_branch: bool = False
     """Adds a zero-initialised depthwise 3D convolution beside the attention."""
     num_register_tokens: int = Field(0, ge=0)
-    """Learned global tokens that every query also attends to, as extra keys."""
+    """Learned global tokens that every query also attends to: as extra keys; in a pretrained model
+    beside the window's softmax, behind a gate that starts at zero."""
     backend: Literal["auto", "reference", "native"] = "auto"
     """Implementation of the operator; `auto` takes the fastest that can run."""
 

@@ -32,7 +32,6 @@ ENTRY = "attention"
 _KEPT = ("auto", "dense")
 """Kinds that leave a pretrained model's attention as it is."""
 _PREFIX = "dsa"
-_NOT_SAVED = {"backend", "num_register_tokens"}
 
 
 def _tokens(config: Any, sizes: Any) -> Grid:
@@ -123,12 +122,6 @@ def converted_config(source: Source, settings: AttentionConfig) -> Source:
         raise InputError(
             f"{where}: already converted, with attention {source.config[ENTRY]}",
             "convert the original, or leave attention.kind=auto to keep what it has",
-        )
-    if settings.num_register_tokens:
-        raise InputError(
-            f"attention.num_register_tokens={settings.num_register_tokens}: register tokens are "
-            "not there for pretrained models",
-            "set it to 0",
         )
     _site_of(source.class_name, str(where))
     return replace(source, config={**source.config, ENTRY: entry})
@@ -224,8 +217,9 @@ def _operator(attention: Any, settings: AttentionConfig, shifted: bool) -> Video
             "use a divisor of it",
         )
     operator = VideoAttention(
-        settings, channels=query.in_features, value_channels=query.out_features, shifted=shifted
-    )
+        settings, channels=query.in_features, num_heads=heads, value_channels=query.out_features,
+        shifted=shifted,
+    )  # fmt: skip
     return operator.to(query.weight.dtype)
 
 
@@ -240,4 +234,4 @@ def _site_of(class_name: str, where: str) -> Site:
 
 
 def _entry_of(settings: AttentionConfig) -> dict[str, Any]:
-    return settings.model_dump(mode="json", exclude=_NOT_SAVED)
+    return settings.model_dump(mode="json", exclude={"backend"})

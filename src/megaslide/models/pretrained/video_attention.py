@@ -11,8 +11,8 @@ text, text queries see everything, as before.
 
 An attention module sees N tokens and not their grid. The model's input tells it: a hook on the
 model reads it, a hook on each block hands it to the block as one more argument, and there it is
-part of the call. An engine that recomputes the block later therefore gets the grid of that call,
-whatever ran in between.
+part of the call. The streaming engine, which recomputes the block later, therefore gets the grid
+of that call, whatever ran in between.
 
 Shapes: B batch · T H W token grid · N = T·H·W tokens, t-major · L text tokens in the same softmax ·
 S = N + L · D channels of a token · d channels of a head.
@@ -40,21 +40,62 @@ TextPlace = Literal["before", "after"] | None
 _SDPA = F.scaled_dot_product_attention
 
 
+class Registers(nn.Module):
+    """Learned keys and values that every query sees, in a softmax of their own behind a gate.
+
+    The gate of each head starts at zero. In the window's softmax they would take weight from the
+    video from the first step on, whatever their values.
+
+    Args:
+        count: E, number of registers.
+        num_heads: heads of the attention.
+        channels: heads·d.
+    """
+
+    def __init__(self, count: int, num_heads: int, channels: int) -> None:
+        super().__init__()
+        shape = count, num_heads, channels // num_heads
+        self.keys, self.values = (nn.Parameter(torch.empty(shape)) for _ in range(2))
+        self.gate = nn.Parameter(torch.empty(num_heads, 1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Keys and values of about the size that normalised ones have; a closed gate."""
+        nn.init.normal_(self.keys)
+        nn.init.normal_(self.values)
+        nn.init.zeros_(self.gate)
+
+    def forward(self, q: Tensor) -> Tensor:
+        """q [B, T, H, W, heads, d] to what is added to the attention's output, same shape."""
+        k, v = (p.to(q.dtype).transpose(0, 1).unsqueeze(0) for p in (self.keys, self.values))
+        rows = q.flatten(0, 3).transpose(0, 1).unsqueeze(0)  # [1, heads, B·N, d]
+        out = _SDPA(rows, k, v)[0].transpose(0, 1).unflatten(0, q.shape[:4])
+        return out * self.gate.to(q.dtype)
+
+
 class VideoAttention(nn.Module):
     """The operator that takes the place of dense attention, with its parameters.
 
-    At init offsets and convolution branch are zero, so that the deformable kind begins as
-    neighbourhood attention, and any kind as dense attention where one window is the whole grid.
+    At init offsets, convolution branch and the registers' gates are zero, so that the deformable
+    kind begins as neighbourhood attention, and any kind as dense attention where one window is the
+    whole grid.
 
     Args:
         settings: kind, window and offsets.
         channels: D of the attention module's input, from which the offsets come.
+        num_heads: heads of the attention.
         value_channels: heads·d.
         shifted: whether the windows of the `swin` kind are displaced.
     """
 
     def __init__(
-        self, settings: AttentionConfig, *, channels: int, value_channels: int, shifted: bool
+        self,
+        settings: AttentionConfig,
+        *,
+        channels: int,
+        num_heads: int,
+        value_channels: int,
+        shifted: bool,
     ) -> None:
         super().__init__()
         self.settings, self.shifted = settings, shifted
@@ -68,6 +109,8 @@ class VideoAttention(nn.Module):
                 groups=settings.offset_groups,
             )
         self.conv_branch = ZeroDepthwiseConv3d(value_channels) if settings.conv_branch else None
+        count = settings.num_register_tokens
+        self.registers = Registers(count, num_heads, value_channels) if count else None
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, extra: Extra = None) -> Tensor:
         """Attend within windows.
@@ -92,6 +135,8 @@ class VideoAttention(nn.Module):
             )  # fmt: skip
         if self.conv_branch is not None:
             out = out + self.conv_branch(v.flatten(-2)).unflatten(-1, v.shape[-2:]).to(out.dtype)
+        if self.registers is not None:
+            out = out + self.registers(q)
         return out
 
 
@@ -135,7 +180,11 @@ class _GridOfInput:
 
 
 class _PassGrid:
-    """A hook on a block: adds the grid to the arguments of its call."""
+    """A hook on a block: adds the grid to the arguments of its call.
+
+    torch's own checkpointing calls the block, and so this hook, once more in the backward pass; it
+    then gets the grid of the model's latest input.
+    """
 
     def __init__(self, source: _GridOfInput) -> None:
         self.source = source
