@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from megaslide.cli.convert import convert
 from megaslide.cli.display import (
     Meter,
     console,
@@ -22,13 +23,17 @@ from megaslide.cli.display import (
     machine_grid,
     preset_table,
     print_json,
+    rates_grid,
     size,
     status,
 )
+from megaslide.cli.plan import plan
 from megaslide.cli.refusals import Verbs, fail, writes_to
 from megaslide.errors import InputError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from megaslide.config import Config, Triple
     from megaslide.data.prepare import PrepareReport
     from megaslide.models.network import Network
@@ -190,61 +195,64 @@ def sample(
 
 
 @app.command()
-def convert(
-    source: Annotated[
-        str, typer.Argument(metavar="SRC", help="A diffusers pipeline's folder, or its hub id.")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the converted model.")],
-    overrides: Overrides = None,
-) -> None:
-    """Replace the attention of a pretrained model by 3D-DSA.
-
-    Or by a baseline of it. Takes attention.* (attention.kind is needed), model.subfolder and
-    model.revision.
-    """
-    from megaslide.config import load_config
-
-    for override in overrides or ():
-        if not override.startswith(("attention.", "model.subfolder=", "model.revision=")):
-            raise InputError(f"{override}: not a setting of a conversion", "see docs/pretrained.md")
-    named = f"model.pretrained_model_name_or_path={json.dumps(source)}"
-    config = load_config(None, [named, *(overrides or ())])
-    with status("converting"), writes_to(out):
-        from megaslide.models.pretrained import find_source
-        from megaslide.models.pretrained.converted_folder import write_converted
-
-        subfolder = config.model.subfolder
-        found = find_source(source, subfolder=subfolder, revision=config.model.revision)
-        written = write_converted(found, out, config.attention, subfolder=subfolder)
-    added = count(written.added_parameters)
-    typer.echo(f"converted {written.converted} attention modules to {config.attention.kind}")
-    typer.echo(f"{count(written.base_parameters)} parameters kept, {added} added")
-    typer.echo(f"wrote {written.folder}")
-
-
-@app.command()
 def info(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="Where --json writes. Default: standard output."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
     presets: Annotated[bool, typer.Option("--presets", help="Sizes of our own model.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="JSON schema of the config.")] = False,
+    rates: Annotated[bool, typer.Option("--probe", help="Measure this machine; seconds.")] = False,
+    disk: Annotated[Path, typer.Option(help="Folder whose disk --probe measures.")] = Path(),
 ) -> None:
-    """Show this machine, the software on it, and what can run."""
-    if presets and schema:
-        raise InputError("--presets and --schema together", "ask for one of them")
-    if schema:
+    """Show this machine, the software on it, and what can run.
+
+    `megaslide info --probe --json rates.json` keeps what was measured for a plan.
+    """
+    asked = [n for n, on in (("presets", presets), ("schema", schema), ("probe", rates)) if on]
+    if len(asked) > 1:
+        raise InputError(" and ".join(f"--{name}" for name in asked), "ask for one of them")
+    if file is not None and not as_json:
+        raise InputError(f"{file}: what to do with it?", f"to write there: --json {file}")
+    if file is not None and not file.absolute().parent.is_dir():
+        raise InputError(f"{file}: its folder does not exist", "make it, or write elsewhere")
+    value, shown = _information(asked[0] if asked else "machine", disk)
+    if file is not None:
+        with writes_to(file):
+            file.write_text(json.dumps(value, indent=2) + "\n")
+        typer.echo(f"written: {file}")
+    elif as_json or shown is None:
+        print_json(value)
+    else:
+        console().print(shown)
+
+
+def _information(what: str, disk: Path) -> "tuple[Any, Table | None]":
+    """The record, and how it looks on a screen, if not as JSON there too."""
+    if what == "schema":
         from megaslide.config import Config
 
-        print_json(Config.model_json_schema())
-    elif presets:
+        return Config.model_json_schema(), None
+    if what == "presets":
         with status("counting parameters"):
             rows = _presets()
-        print_json(rows) if as_json else console().print(preset_table(rows))
-    else:
-        with status("reading the machine"):
-            from megaslide.planning.hardware import probe
+        return rows, preset_table(rows)
+    if what == "probe":
+        with status("loading torch"):
+            from megaslide.planning.rates import measure_rates
+        with Meter("probe") as meter:
+            rates = measure_rates(disk, progress=meter)
+        return rates.to_dict(), rates_grid(rates)
+    with status("reading the machine"):
+        from megaslide.planning.hardware import probe
 
-            machine = probe()
-        print_json(machine.to_dict()) if as_json else console().print(machine_grid(machine))
+        machine = probe()
+    return machine.to_dict(), machine_grid(machine)
+
+
+app.command()(convert)
+app.command()(plan)
 
 
 # -- data and training ----------------------------------------------------------------------------

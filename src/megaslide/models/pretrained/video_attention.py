@@ -337,8 +337,9 @@ def _one_by_one(
     """`_of_video` where samples differ in how much text is real: the operator takes no mask."""
     each = []
     for i, keep in enumerate(real):
+        kept = keep.nonzero().flatten()
         of_video = [t[i : i + 1] for t in qkv]
-        of_text = [t[i : i + 1, keep] for t in text]
+        of_text = [t[i : i + 1, kept] for t in text]
         each.append(_of_video(operator, x[i : i + 1], of_video, of_text))
     return torch.cat(each)
 
