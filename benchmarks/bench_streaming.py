@@ -92,7 +92,7 @@ def measure(batch: int = 1, **options: Any) -> Measured:
     return Measured(statistics.median(seconds), summary, bytes_identity(model))
 
 
-def correct() -> None:
+def require_parity() -> None:
     """Streamed over a slow link is plain PyTorch; refuses to measure anything else."""
     torch.manual_seed(0)
     plain, streamed = Net(dim=64), stream(_seeded(), micro_batch_size=1, lr=1e-4, link_gb_s=0.5)
@@ -138,7 +138,7 @@ def link_for(compute_s: float, share: float) -> float:
 
 
 def run() -> dict[str, Any]:
-    correct()
+    require_parity()
     compute_s = measure().lanes.busy_s["compute"] / STEPS
     balanced = link_for(compute_s, 1.0)
     asynchronous = measure(link_gb_s=balanced)

@@ -43,7 +43,7 @@ def plan(
     ] = "4x8x8",
     as_json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,
 ) -> None:
-    """Tell whether a run fits a machine, what a step takes, and what would change that."""
+    """Tell whether a run fits, how long a step takes, what to change."""
     from megaslide.planning.plan import alternatives, make_plan
     from megaslide.planning.subject import subject_of
 
