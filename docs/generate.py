@@ -38,6 +38,7 @@ NAMES: dict[Any, str] = {
     Triple: "three integers",
     tuple[float, float, float]: "three numbers",
     tuple[str, ...]: "list of texts",
+    tuple[int, ...]: "list of integers",
 }
 BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
@@ -64,7 +65,8 @@ def _is_section(field: FieldInfo) -> bool:
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    cells = (f"`{name}`", f"`{_value(field.default)}`", _accepts(field), field.description or "")
+    meaning = " ".join((field.description or "").split())  # a row of a table is one line
+    cells = (f"`{name}`", f"`{_value(field.default)}`", _accepts(field), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
@@ -80,8 +82,9 @@ def _value(value: Any) -> str:
 def _accepts(field: FieldInfo) -> str:
     kinds = [field.annotation]
     if isinstance(field.annotation, types.UnionType):
-        kinds = [k for k in typing.get_args(field.annotation) if k is not type(None)]
-    optional = field.annotation not in kinds
+        kinds = list(typing.get_args(field.annotation))
+    optional = type(None) in kinds
+    kinds = [kind for kind in kinds if kind is not type(None)]
     text = " or ".join(_kind(kind) for kind in kinds) + _bounds(field)
     return f"{text}, or null" if optional else text
 

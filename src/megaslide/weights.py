@@ -130,6 +130,23 @@ class WeightFiles:
                     self.files[name] = path
                     self.shapes[name] = tuple(file.get_slice(name).get_shape())
 
+    def specs(self) -> dict[str, TensorSpec]:
+        """Shape and dtype of every tensor, file by file.
+
+        Raises:
+            InputError: a dtype that is not known here.
+        """
+        known = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+        found: dict[str, TensorSpec] = {}
+        for path in dict.fromkeys(self.files.values()):
+            with _opened(path) as file:
+                for name in (n for n, home in self.files.items() if home == path):
+                    dtype = file.get_slice(name).get_dtype()
+                    if dtype not in known:
+                        raise InputError(f"{path}: {name!r} is {dtype}", f"use {sorted(known)}")
+                    found[name] = TensorSpec(self.shapes[name], known[dtype])
+        return found
+
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the named tensors, file by file.
 

@@ -17,7 +17,7 @@ from megaslide.config import AttentionConfig, ModelConfig
 from megaslide.errors import InputError
 from megaslide.models.dit import VideoDiT, build_model
 from megaslide.models.network import PretrainedNetwork
-from megaslide.models.pretrained import family_of, find_source
+from megaslide.models.pretrained import convert, family_of, find_source
 from megaslide.ops.library import why_absent
 from megaslide.planning import dry_run
 from megaslide.planning.costs import ModelCosts, model_costs
@@ -170,6 +170,26 @@ def test_padding_of_a_mask_counts_as_tokens() -> None:
     forward, _ = torch_count(tiny.build("mochi"), lambda m: tiny.loss(m, full), FUSED_ON_CPU)
     costs = model_costs(tiny.build("mochi").to("meta"), on_meta(given) | {"return_dict": False})
     assert costs.forward_flop == pytest.approx(forward, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "width"), [("wan", 60, 24), ("ltx", 240, 24), ("hunyuan", 60, 20)]
+)
+def test_converted_attention_costs_its_window(name: str, tokens: int, width: int) -> None:
+    """Two products of N·K instead of N·N in every converted block, those with text as before."""
+
+    def costs(*layers: int) -> ModelCosts:
+        model = tiny.build(name)
+        if layers:
+            convert(model, AttentionConfig(kind="neighborhood", window=(1, 3, 3), layers=layers))
+        given = on_meta(tiny.MODELS[name].inputs()) | {"return_dict": False}
+        return model_costs(model.to("meta"), given)
+
+    dense, one, both = costs(), costs(1), costs(0, 1)
+    saved = 4 * tiny.B * tokens * (tokens - 9) * width
+    assert dense.forward_flop - one.forward_flop == saved
+    assert dense.forward_flop - both.forward_flop == 2 * saved
+    assert one.parameters == dense.parameters
 
 
 def test_grouped_convolution_counts_its_groups_in_backward() -> None:

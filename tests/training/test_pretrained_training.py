@@ -11,12 +11,16 @@ import pytest
 import tiny_diffusers as tiny
 import torch
 from plain_adamw import PlainAdamW
+from torch import nn
 
-from megaslide.config import Config, load_config, save_config
+import megaslide
+from megaslide.config import AttentionConfig, Config, load_config, save_config
 from megaslide.data.prepare import prepare
 from megaslide.data.sprites import write_sprites
 from megaslide.errors import InputError
 from megaslide.models.network import FamilyDenoiser, network_of
+from megaslide.models.pretrained import find_source
+from megaslide.models.pretrained.converted_folder import write_converted
 from megaslide.sampling import sample_run
 from megaslide.training.loop import train
 from megaslide.training.trainer import Trainer
@@ -86,13 +90,9 @@ def configure(root: Path, clips: Path, name: str, **changes: Any) -> Config:
     return config
 
 
-def train_resident(config: Config, folder: Path, name: str) -> tuple[list[float], dict[str, Any]]:
+def train_resident(config: Config, model: nn.Module) -> tuple[list[float], dict[str, Any]]:
     """The trainer's batches, noise and timesteps, but a resident model and torch's optimizer."""
-    import diffusers
-
     trainer = Trainer(config)
-    loader = getattr(diffusers, tiny.MODELS[name].class_name)
-    model = loader.from_pretrained(folder, subfolder="transformer").train()
     denoiser = FamilyDenoiser(
         family=trainer.network.family,
         model=model,
@@ -134,16 +134,55 @@ def test_training_is_resident_training_and_diffusers_loads_the_result(
 
     folder = pipeline(tmp_path / "pipeline", name)
     config = configure(tmp_path, clips, name)
-    losses, weights = train_resident(config, folder, name)
+    loader = getattr(diffusers, tiny.MODELS[name].class_name)
+    model = loader.from_pretrained(folder, subfolder="transformer").train()
+    losses, weights = train_resident(config, model)
     result = train(config)
     assert logged(tmp_path / "run") == pytest.approx(losses, rel=1e-6)
-    loader = getattr(diffusers, tiny.MODELS[name].class_name)
     saved = loader.from_pretrained(result.checkpoint, subfolder="transformer").state_dict()
     assert saved.keys() == weights.keys()
     for key, expected in weights.items():
         error = (saved[key] - expected).abs().max() / expected.abs().max()
         assert error <= 1e-6, f"{key}: {error:.1e}"
     assert json.loads((result.checkpoint / "scheduler/scheduler_config.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["wan", "ltx", "cosmos2"])
+def test_a_converted_model_trains_as_it_does_resident(
+    name: str, clips: Path, tmp_path: Path
+) -> None:
+    pipeline(tmp_path / "dense", name)
+    settings = AttentionConfig(kind="deformable", window=(2, 3, 3))
+    write_converted(find_source(str(tmp_path / "dense")), tmp_path / "pipeline", settings)
+    config = configure(tmp_path, clips, name)
+    model = megaslide.load(tmp_path / "pipeline").train()
+    losses, weights = train_resident(config, model)
+    result = train(config)
+    assert logged(tmp_path / "run") == pytest.approx(losses, rel=1e-6)
+    saved = megaslide.load(result.checkpoint).state_dict()
+    assert saved.keys() == weights.keys()
+    assert any(".dsa.offsets.proj" in key and t.any() for key, t in saved.items())
+    for key, expected in weights.items():
+        error = (saved[key] - expected).abs().max() / expected.abs().max()
+        assert error <= 1e-5, f"{key}: {error:.1e}"
+
+
+def test_a_run_that_converts_resumes_and_samples(clips: Path, tmp_path: Path) -> None:
+    pipeline(tmp_path / "pipeline", "wan")
+    options = {"attention__kind": "deformable", "attention__window": "[1,3,3]"}
+    whole = train(configure(tmp_path, clips, "wan", train__checkpointing_steps=1, **options))
+    again = {**options, "output_dir": tmp_path / "again"}
+    first = whole.checkpoint.parent / "checkpoint-1"
+    resumed = train(configure(tmp_path, clips, "wan", train__resume_from_checkpoint=first, **again))
+    want, got = (megaslide.load(r.checkpoint).state_dict() for r in (whole, resumed))
+    assert any(".dsa." in key for key in want)
+    assert all(torch.equal(got[key], tensor) for key, tensor in want.items())
+    fast = {"num_inference_steps": 2}
+    assert sample_run(whole.checkpoint, prompts=("digit 3",), out=tmp_path / "a", settings=fast)
+    other = {**again, "output_dir": tmp_path / "other", "attention__window": "[3,3,3]"}
+    config = configure(tmp_path, clips, "wan", train__resume_from_checkpoint=first, **other)
+    with pytest.raises(InputError, match=r"attention\.window=\(1, 3, 3\), this run has"):
+        train(config)
 
 
 @pytest.mark.parametrize("name", ["wan", "cosmos2-v2w"])

@@ -197,7 +197,7 @@ def test_resume_refuses_unfinished_and_foreign_checkpoints(
     source = {"train__resume_from_checkpoint": whole.checkpoint}
     with pytest.raises(InputError, match=r"model\.num_layers=2, this run has 3"):
         train(configure(tmp_path / "x", cache, model__num_layers=3, **source))
-    with pytest.raises(InputError, match=r"attention\.kind='deformable', this run has 'dense'"):
+    with pytest.raises(InputError, match=r"attention\.kind='auto', this run has 'dense'"):
         train(configure(tmp_path / "x", cache, attention__kind="dense", **source))
 
 

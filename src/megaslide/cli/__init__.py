@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from megaslide.cli.convert import convert
 from megaslide.cli.display import (
     Meter,
     console,
@@ -250,6 +251,7 @@ def _information(what: str, disk: Path) -> "tuple[Any, Table | None]":
     return machine.to_dict(), machine_grid(machine)
 
 
+app.command()(convert)
 app.command()(plan)
 
 

@@ -5,6 +5,7 @@ anything before recognises every key.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -42,12 +43,16 @@ class ModelConfig(Section):
 
 
 class AttentionConfig(Section):
-    """Self-attention over the video tokens of our VideoDiT; pretrained models keep theirs."""
+    """Self-attention over video tokens: of our VideoDiT, or in place of a pretrained model's."""
 
-    kind: Literal["deformable", "neighborhood", "swin", "dense"] = "deformable"
-    """Deformable is 3D-DSA; the others are its baselines behind the same interface."""
+    kind: Literal["auto", "deformable", "neighborhood", "swin", "dense"] = "auto"
+    """Deformable is 3D-DSA; the others are its baselines behind the same interface. `auto` is
+    deformable in our VideoDiT, and leaves a pretrained model what it has."""
     window: Triple = (3, 3, 3)
     """Taps per axis (t, h, w) in tokens; cut to the axis where longer."""
+    layers: str | tuple[int, ...] = "all"
+    """Blocks of a pretrained model that are converted: `all`, a list of indices from 0, or
+    `every-k` for blocks 0, k, 2k, ..."""
     offset_kind: Literal["shift", "affine", "tap"] = "affine"
     """How a window deforms: slides; slides, stretches and shears; every tap on its own."""
     offset_range: tuple[float, float, float] = (1.0, 3.0, 3.0)
@@ -57,7 +62,8 @@ class AttentionConfig(Section):
     conv_branch: bool = False
     """Adds a zero-initialised depthwise 3D convolution beside the attention."""
     num_register_tokens: int = Field(0, ge=0)
-    """Learned global tokens that every query also attends to, as extra keys."""
+    """Learned global tokens that every query also attends to: as extra keys; in a pretrained model
+    beside the window's softmax, behind a gate that starts at zero."""
     backend: Literal["auto", "reference", "native"] = "auto"
     """Implementation of the operator; `auto` takes the fastest that can run."""
 
@@ -69,6 +75,15 @@ class AttentionConfig(Section):
                 f"window {window} has an axis below 1; every axis needs 1 or more taps"
             )
         return window
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _layers_are_known(cls, layers: Any) -> Any:
+        named = isinstance(layers, str) and re.fullmatch(r"all|every-[1-9]\d*", layers)
+        listed = isinstance(layers, list | tuple) and layers and all(type(n) is int for n in layers)
+        if not named and not listed:
+            raise ValueError("layers are `all`, `every-k` such as every-2, or a list of indices")
+        return layers
 
 
 class CodecConfig(Section):
@@ -288,14 +303,22 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _pretrained_models_have_their_own(self) -> "Config":
+        attention = self.attention
         if self.model.pretrained_model_name_or_path is None:
+            if attention.layers != "all":
+                raise ValueError("attention.layers is for pretrained models; a VideoDiT has one")
             return self
-        given, own = self.model.model_dump(), ModelConfig().model_dump()
         names = ("preset", "patch_size", "hidden_size", "num_layers", "num_attention_heads")
-        changed = [f"model.{name}" for name in names if given[name] != own[name]]
-        if changed or self.attention != AttentionConfig():
-            what = (*changed, "attention")[0]
+        if changed := _changed(self.model, names):
+            what = f"model.{changed[0]}"
             raise ValueError(f"{what} is for a VideoDiT of ours; a pretrained model has its own")
+        options = set(AttentionConfig.model_fields) - {"kind", "backend"}
+        changed = _changed(attention, sorted(options))
+        if attention.kind in ("auto", "dense") and changed:
+            raise ValueError(
+                f"attention.{changed[0]} without attention.kind: a pretrained model keeps its "
+                "attention; set attention.kind to replace it"
+            )
         return self
 
     @model_validator(mode="after")
@@ -307,6 +330,12 @@ class Config(Section):
                 f"model.num_attention_heads={heads}"
             )
         return self
+
+
+def _changed(section: Section, names: Sequence[str]) -> list[str]:
+    """Those of the keys that do not have their default."""
+    default = type(section)()
+    return [name for name in names if getattr(section, name) != getattr(default, name)]
 
 
 def parse_triple(text: str) -> Triple:

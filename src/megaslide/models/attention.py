@@ -180,26 +180,43 @@ class ShiftedWindowAttention(SelfAttention):
         self.window, self.shifted = settings.window, shifted
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, extra: Extra) -> Tensor:
-        _, t, h, w, _, _ = q.shape
-        sizes = (t, h, w)
-        window, shift = self._plan(sizes)
-        q, k, v = (_to_windows(tensor, window, shift) for tensor in (q, k, v))
-        batch, count = q.shape[:2]
-        mask = _window_mask(sizes, window, shift, q.device)
-        mask = None if mask is None else mask.repeat(batch, 1, 1)  # [B·windows, P, P]
-        if extra is not None:
-            extra = (extra[0].repeat_interleave(count, 0), extra[1].repeat_interleave(count, 0))
-        out = _fused_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), extra, mask)
-        return _from_windows(out.unflatten(0, (batch, count)), sizes, window, shift)
+        return shifted_window_attention(q, k, v, extra, window=self.window, shifted=self.shifted)
 
-    def _plan(self, sizes: Grid) -> tuple[Grid, Grid]:
-        """Window cut to the grid, and by how many tokens each axis is rolled."""
-        kt, kh, kw = cut_window(self.window, sizes)
-        st, sh, sw = (
-            k // 2 if self.shifted and k < size else 0
-            for k, size in zip((kt, kh, kw), sizes, strict=True)
-        )
-        return (kt, kh, kw), (st, sh, sw)
+
+def shifted_window_attention(
+    q: Tensor, k: Tensor, v: Tensor, extra: Extra = None, *, window: Grid, shifted: bool
+) -> Tensor:
+    """The operator of `ShiftedWindowAttention`, for queries, keys and values made elsewhere.
+
+    Args:
+        q, k, v: [B, T, H, W, heads, d].
+        extra: keys and values that every query also sees, [B, E, heads, d].
+        window: tokens per axis of one window; cut to the grid where longer.
+        shifted: whether windows are displaced by half a window.
+
+    Returns:
+        [B, T, H, W, heads, d].
+    """
+    _, t, h, w, _, _ = q.shape
+    sizes = (t, h, w)
+    window, shift = _plan_windows(window, sizes, shifted)
+    q, k, v = (_to_windows(tensor, window, shift) for tensor in (q, k, v))
+    batch, count = q.shape[:2]
+    mask = _window_mask(sizes, window, shift, q.device)
+    mask = None if mask is None else mask.repeat(batch, 1, 1)  # [B·windows, P, P]
+    if extra is not None:
+        extra = (extra[0].repeat_interleave(count, 0), extra[1].repeat_interleave(count, 0))
+    out = _fused_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), extra, mask)
+    return _from_windows(out.unflatten(0, (batch, count)), sizes, window, shift)
+
+
+def _plan_windows(window: Grid, sizes: Grid, shifted: bool) -> tuple[Grid, Grid]:
+    """Window cut to the grid, and by how many tokens each axis is rolled."""
+    kt, kh, kw = cut_window(window, sizes)
+    st, sh, sw = (
+        k // 2 if shifted and k < size else 0 for k, size in zip((kt, kh, kw), sizes, strict=True)
+    )
+    return (kt, kh, kw), (st, sh, sw)
 
 
 def _fused_attention(

@@ -1,13 +1,14 @@
 """What a run trains, whichever way it came to be: our own VideoDiT, or a pretrained transformer.
 
-Training, sampling and the command line need the same few things of either: its sizes, a module to
-stream, where its weights lie, and one way to call it. They learn nothing more of it than this.
+`load` reads either back, resident, from a folder that was saved. Training, sampling and the command
+line need the same few things of either: its sizes, a module to stream, where its weights lie, and
+one way to call it. They learn nothing more of it than this.
 
 Shapes: B batch, C T H W latents, L text tokens of D channels.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,18 @@ from torch import Tensor, nn
 
 from megaslide.config import Config, Triple
 from megaslide.errors import InputError
-from megaslide.models.checkpoint import read_config
+from megaslide.models.checkpoint import load_weights, read_config
 from megaslide.models.dit import VideoDiT, count_parameters
 from megaslide.models.presets import VideoDiTConfig, resolve_config
-from megaslide.models.pretrained import Family, Source, build_on_meta, family_of, find_source
+from megaslide.models.pretrained import (
+    Family,
+    Source,
+    added_parameters,
+    build_on_meta,
+    converted_config,
+    family_of,
+    find_source,
+)
 from megaslide.weights import CONFIG_NAME, read_json
 
 Denoiser = Callable[..., Any]
@@ -56,6 +65,10 @@ class OwnNetwork:
         """`dtype` argument of `megaslide.stream`; masters are initialised in fp32."""
         return dtype
 
+    def unsaved_parameters(self, model: nn.Module) -> Collection[str]:
+        """Names of those parameters of `build`'s model that `weights` do not hold."""
+        return ()
+
     def denoiser(self, model: Callable[..., Any], dtype: torch.dtype) -> Denoiser:
         """`model`, streamed or not, behind the common way to call it."""
         return model
@@ -70,6 +83,10 @@ class PretrainedNetwork:
 
     source: Source
     family: Family
+    backend: str = "auto"
+    """Implementation of the operator, where attention is converted."""
+    newly_converted: bool = False
+    """Whether the run itself converts the attention: the source has no weights for it."""
 
     @property
     def name(self) -> str:
@@ -88,11 +105,14 @@ class PretrainedNetwork:
         return self.source.folder
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        return build_on_meta(self.source, dtype)
+        return build_on_meta(self.source, dtype, backend=self.backend)
 
     def stream_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """None: `build` gives every parameter its dtype, and some stay in fp32."""
         return None
+
+    def unsaved_parameters(self, model: nn.Module) -> Collection[str]:
+        return added_parameters(model) if self.newly_converted else ()
 
     def denoiser(self, model: Callable[..., Any], dtype: torch.dtype) -> Denoiser:
         return FamilyDenoiser(family=self.family, model=model, dtype=dtype)
@@ -168,17 +188,19 @@ def network_of(config: Config, *, channels: int, text_dim: int) -> Network:
 
 
 def pretrained_network(config: Config) -> PretrainedNetwork:
-    """The network that the config's `model` section names, whatever the data.
+    """The network that the config's `model` and `attention` sections name, whatever the data.
 
     Raises:
-        InputError: it is not there, or of no known family.
+        InputError: it is not there, of no known family, or its attention cannot be converted.
     """
     model = config.model
     assert model.pretrained_model_name_or_path is not None
     source = find_source(
         model.pretrained_model_name_or_path, subfolder=model.subfolder, revision=model.revision
     )
-    return _pretrained(source, config)
+    network = _pretrained(source, config)
+    changed = converted_config(source, config.attention)
+    return replace(network, source=changed, newly_converted=changed is not source)
 
 
 def saved_network(folder: Path, config: Config) -> Network:
@@ -194,13 +216,37 @@ def saved_network(folder: Path, config: Config) -> Network:
     return _pretrained(find_source(str(folder.parent), subfolder=folder.name), config)
 
 
+def load(name_or_path: str | Path, *, subfolder: str = "transformer") -> nn.Module:
+    """A saved transformer with all its weights, converted attention included.
+
+    Args:
+        name_or_path: a checkpoint, a converted folder, a pipeline's folder, the transformer's own
+            folder, or an id on the hub.
+        subfolder: where in it the transformer is.
+
+    Returns:
+        A `VideoDiT`, or a diffusers model that fits its family's pipeline, in eval mode on the
+        CPU, in the dtypes it was saved in.
+
+    Raises:
+        InputError: nothing there, something else there, or files that do not fit each other.
+        ImportError: diffusers is not installed and is needed.
+    """
+    source = find_source(str(name_or_path), subfolder=subfolder)
+    if source.class_name == VideoDiT.__name__:
+        return VideoDiT.from_pretrained(source.folder).eval()
+    model = build_on_meta(source, torch.float32)
+    load_weights(model, source.folder)
+    return model.eval()
+
+
 def _pretrained(source: Source, config: Config) -> PretrainedNetwork:
     make = family_of(source.class_name)
     try:
         family = make(source.config, fps=config.data.target_fps, guidance=config.model.guidance)
     except InputError as error:
         raise InputError(f"{source.folder}: {error.problem}", error.fix) from None
-    return PretrainedNetwork(source=source, family=family)
+    return PretrainedNetwork(source=source, family=family, backend=config.attention.backend)
 
 
 def _require_inputs(network: PretrainedNetwork, channels: int, text_dim: int) -> None:

@@ -137,7 +137,8 @@ def resolve_config(
     """
     values: dict[str, Any] = dataclasses.asdict(_preset(model.preset))
     values |= {k: v for k in SIZES if (v := getattr(model, k)) is not None}
-    values |= attention.model_dump(exclude={"kind"}) | {"attention_kind": attention.kind}
+    kind = "deformable" if attention.kind == "auto" else attention.kind
+    values |= attention.model_dump(exclude={"kind", "layers"}) | {"attention_kind": kind}
     return VideoDiTConfig(in_channels=in_channels, text_dim=text_dim, **values)
 
 

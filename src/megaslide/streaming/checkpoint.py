@@ -5,6 +5,7 @@ per-parameter names, so that it does not depend on how a version lays out its re
 """
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -35,16 +36,20 @@ def save_weights(model: nn.Module, store: Store, folder: Path) -> None:
     write_weights(folder, specs, store.named_weights(), MAX_SHARD_BYTES)
 
 
-def load_weights(store: Store, folder: Path) -> None:
+def load_weights(store: Store, folder: Path, keep: Collection[str] = ()) -> None:
     """Fill the store from `save_weights`' files; masters become the saved weights.
+
+    Args:
+        keep: parameters that the files do not have; they stay what they are.
 
     Raises:
         InputError: files are missing, damaged or of another model; nothing was changed.
     """
     files = WeightFiles(folder)
-    _check(files, {p.name: p for unit in store.units for p in unit.parameters})
+    expected = {p.name: p for unit in store.units for p in unit.parameters if p.name not in keep}
+    _check(files, expected)
     for index, unit in enumerate(store.units):
-        parameters = {p.name: p for p in unit.parameters}
+        parameters = {p.name: p for p in unit.parameters if p.name in expected}
         with store.unit(index, store.value_kinds, write=True) as state:
             for name, value in files.read(parameters):
                 state.write(parameters[name], value)

@@ -4,7 +4,7 @@ An ordinary PyTorch loop survives: call the model, `loss.backward()`, `step()`. 
 forward runs unmodified; only its blocks' weights come and go.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -287,8 +287,19 @@ class StreamedModel:
         self.finish()
         checkpoint.save_optimizer(self.store, Path(folder))
 
-    def load(self, weights: Path | str, optimizer: Path | str | None = None) -> None:
+    def load(
+        self,
+        weights: Path | str,
+        optimizer: Path | str | None = None,
+        *,
+        keep: Collection[str] = (),
+    ) -> None:
         """Restore the weights, and with `optimizer` the whole state bit-exactly.
+
+        Args:
+            weights: folder in the diffusers layout.
+            optimizer: folder that `save_optimizer` wrote.
+            keep: names of parameters that the weights do not have; they stay what they are.
 
         Raises:
             InputError: the files are incomplete or of another model.
@@ -297,7 +308,7 @@ class StreamedModel:
         self._early.clear()
         self._quiesce()
         self._gradients.clear()
-        checkpoint.load_weights(self.store, Path(weights))
+        checkpoint.load_weights(self.store, Path(weights), keep)
         if optimizer is not None:
             checkpoint.load_optimizer(self.store, Path(optimizer))
         self._refresh_resident()

@@ -281,7 +281,8 @@ class Trainer:
             trace=self.trace,
         )
         if self.network.weights is not None:
-            model.load(self.network.weights)
+            module = model.module
+            model.load(self.network.weights, keep=self.network.unsaved_parameters(module))
         return model
 
 

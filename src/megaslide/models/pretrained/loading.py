@@ -13,36 +13,53 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from megaslide.config import AttentionConfig
 from megaslide.errors import InputError
+from megaslide.models.pretrained.conversion import ENTRY, convert, read_settings
 from megaslide.models.pretrained.source import Source
 from megaslide.weights import CONFIG_NAME
 
 
-def build_on_meta(source: Source, dtype: torch.dtype) -> nn.Module:
+def build_on_meta(source: Source, dtype: torch.dtype, *, backend: str = "auto") -> nn.Module:
     """The transformer of `source` in training mode, its parameters on the meta device.
+
+    Where config.json has an `attention` entry, attention is converted as it says; the parameters
+    that this adds have first values.
 
     Args:
         source: what to build.
         dtype: of all floating-point parameters but those that the class keeps in fp32
             (`_keep_in_fp32_modules`), as `from_pretrained(torch_dtype=...)` of diffusers has it.
+        backend: implementation of the operator in converted attention.
 
     Raises:
-        InputError: no class of diffusers, or one that its config.json does not fit.
+        InputError: no class of diffusers, one that its config.json does not fit, or an attention
+            that cannot be converted.
         ImportError: diffusers is not installed.
     """
-    loader = _class_of(source)
+    loader, settings = _class_of(source), read_settings(source, backend)
+    values = {key: value for key, value in source.config.items() if key != ENTRY}
     try:
         with _parameters_on_meta():
-            model: nn.Module = loader.from_config(dict(source.config))
+            model: nn.Module = loader.from_config(values)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"{source.folder / CONFIG_NAME}: {source.class_name} cannot be built from it: {error}",
             "take the file from the same place as the weights, and a diffusers that knows it",
         ) from None
+    if settings is not None:
+        _convert(model, settings, source)
     kept = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     _adopt_buffers(model)
     _set_dtypes(model, dtype, kept)
     return model.train()
+
+
+def _convert(model: nn.Module, settings: AttentionConfig, source: Source) -> None:
+    try:
+        convert(model, settings)
+    except InputError as error:
+        raise InputError(f"{source.folder}: {error.problem}", error.fix) from None
 
 
 def _class_of(source: Source) -> Any:
