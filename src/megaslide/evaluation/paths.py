@@ -87,8 +87,9 @@ def _fit_axis(
     ]  # fmt: skip
     best = min(fits, key=lambda fit: fit.fun)
     speed, phase = best.x
-    rising = np.mod(phase, 2 * room) < room
-    return float(best.fun), float(speed if rising else -speed)
+    ahead, start = fold(np.asarray([phase + speed, phase]), room)
+    # Of the first step, not of the first instant: a start at a wall may reflect at once.
+    return float(best.fun), float(np.copysign(speed, ahead - start))
 
 
 def _grid(times: np.ndarray, along: np.ndarray, room: float, offset: float) -> list[np.ndarray]:
