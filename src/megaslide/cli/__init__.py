@@ -188,6 +188,36 @@ def sample(
         typer.echo(path)
 
 
+@app.command("eval")
+def evaluate(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Clips or folders.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON, JSONL or CSV. Default: what lies beside the clips.")
+    ] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Folder of clips of the same names, with known motion.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures.")] = None,
+    html_path: Annotated[Path | None, typer.Option("--html", help="Write a page.")] = None,
+) -> None:
+    """Measure clips: consistency, motion, sharpness, motion that is known.
+
+    Every figure comes with its definition; what cannot be measured says why.
+    """
+    with status("loading the measures"):
+        from megaslide.evaluation.page import write_html
+        from megaslide.evaluation.results import write_json
+        from megaslide.evaluation.run import evaluate as run_evaluation
+        from megaslide.evaluation.tables import render
+    with Meter("eval") as meter:
+        found = run_evaluation(paths, prompts=prompts, reference=reference, progress=meter)
+    for path, write in ((json_path, write_json), (html_path, write_html)):
+        if path is not None:
+            with writes_to(path.parent):
+                write(path, found)
+    console().print(render(found))
+
+
 @app.command()
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,

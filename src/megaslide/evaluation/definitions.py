@@ -74,6 +74,19 @@ DEFINITIONS: dict[str, Definition] = {
         source=f"{VBENCH}, official package",
         better="high",
     ),
+    **{
+        f"vbench.{dimension}": Definition(text=text, source=f"{VBENCH}, official package")
+        for dimension, text in {
+            "object_class": "share of frames in which GRiT finds the object of the prompt",
+            "multiple_objects": "share of frames in which GRiT finds both objects",
+            "color": "share of frames in which GRiT's caption has the colour",
+            "spatial_relationship": "score of the relative position of two objects by GRiT",
+            "scene": "share of clips whose Tag2Text caption has the words of the scene",
+            "appearance_style": "CLIP ViT-B/32 similarity of frames and the style's name",
+            "temporal_style": "as overall_consistency, on VBench's prompts of camera and style",
+            "human_action": "share of clips in which UMT recognises the action of the file name",
+        }.items()
+    },
     "temporal_consistency": Definition(
         text="mean of vbench.subject_consistency, background_consistency, temporal_flickering and "
         "motion_smoothness, raw; read it beside vbench.dynamic_degree",

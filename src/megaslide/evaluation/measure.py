@@ -68,7 +68,8 @@ def measure_clip(path: Path, prompt: str | None, reference: Reference | Missing)
     height, width = first.shape[:2]
     sharpness = Sharpness(stride_at(fps))
     meters: list[Meter] = [Flicker(), sharpness, _flow((height, width), fps)]
-    meters += [_caption_motion(prompt, reference), _reference_motion((height, width), reference)]
+    meters.append(_caption_motion(prompt, reference))
+    meters.append(_reference_motion((height, width), prompt, reference))
     count = _show(path, first, frames, meters)
     result = ClipResult(path=path, frames=count, height=height, width=width, fps=fps, prompt=prompt)
     for meter in meters:
@@ -121,12 +122,18 @@ def _caption_motion(prompt: str | None, reference: Reference | Missing) -> Meter
         return Unmeasured(CAPTION_FIGURES, str(error))
 
 
-def _reference_motion(size: tuple[int, int], reference: Reference | Missing) -> Meter:
+def _reference_motion(
+    size: tuple[int, int], prompt: str | None, reference: Reference | Missing
+) -> Meter:
     if isinstance(reference, Missing):
         return Unmeasured(REFERENCE_FIGURES, reference.reason)
     truth = reference.trajectory
     if truth is None:
         return Unmeasured(REFERENCE_FIGURES, f"{reference.path} has no line in {TRAJECTORIES}")
+    asked, shown = parse_caption(prompt or ""), parse_caption(truth.caption)
+    if asked is not None and asked != shown:
+        texts = f"the prompt is {prompt!r}, the reference shows {truth.caption!r}"
+        return Unmeasured(REFERENCE_FIGURES, texts)
     try:
         frames = np.stack(list(iterate_frames(reference.path, plain=True)))
         if frames.shape[1:3] != size:

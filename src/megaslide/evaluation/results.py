@@ -4,6 +4,7 @@ A frozen or blurred clip is the best clip by every measure of temporal consisten
 such a measure is over the clips that carry no flag, and the mean over all clips stands beside it.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,6 +113,14 @@ def _why_none(name: str, clips: Sequence[ClipResult], measured: Sequence[ClipRes
         return Missing("no clip has it")
     more = f" (and {len(distinct) - 1} other reasons)" if len(distinct) > 1 else ""
     return Missing(distinct[0] + more)
+
+
+def write_json(path: Path, evaluation: Evaluation) -> Path:
+    """Write `to_json`; parent folders are created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(to_json(evaluation), indent=2, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
+    return path
 
 
 def to_json(evaluation: Evaluation) -> dict[str, Any]:

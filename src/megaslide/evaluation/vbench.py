@@ -41,6 +41,17 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Files of each dimension, below VBENCH_CACHE_DIR unless they say otherwise."""
+PROMPT_SUITE_ONLY = (
+    "object_class",
+    "multiple_objects",
+    "color",
+    "spatial_relationship",
+    "scene",
+    "appearance_style",
+    "temporal_style",
+    "human_action",
+)
+"""Defined on VBench's own prompts and what they are annotated with, not on other clips."""
 NEEDS_PROMPT = ("overall_consistency",)
 _PER_CLIP_SCALE = {"imaging_quality": 0.01}
 """The official score is per cent of what the results file has per clip."""
@@ -114,7 +125,8 @@ def measure(
         InputError: VBENCH_PYTHON names no program.
     """
     environment = os.environ if environment is None else environment
-    results: dict[str, Scores | Missing] = {}
+    suite = Missing("defined on VBench's own prompt suite only")
+    results: dict[str, Scores | Missing] = {f"vbench.{d}": suite for d in PROMPT_SUITE_ONLY}
     for number, dimension in enumerate(WEIGHTS):
         reason = why_not(dimension, clips, prompts, environment)
         if reason is None and progress is not None:
