@@ -200,7 +200,7 @@ def evaluate(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures.")] = None,
     html_path: Annotated[Path | None, typer.Option("--html", help="Write a page.")] = None,
 ) -> None:
-    """Measure clips: consistency, motion, sharpness, motion that is known.
+    """Measure clips: consistency, motion, sharpness.
 
     Every figure comes with its definition; what cannot be measured says why.
     """
@@ -211,11 +211,12 @@ def evaluate(
         from megaslide.evaluation.tables import render
     with Meter("eval") as meter:
         found = run_evaluation(paths, prompts=prompts, reference=reference, progress=meter)
+    console().print(render(found))
     for path, write in ((json_path, write_json), (html_path, write_html)):
         if path is not None:
             with writes_to(path.parent):
                 write(path, found)
-    console().print(render(found))
+            typer.echo(f"wrote {path}")
 
 
 @app.command()

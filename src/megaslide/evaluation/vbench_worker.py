@@ -36,6 +36,9 @@ def main() -> None:
         parser.add_argument(name, required=True)
     asked = parser.parse_args()
     sys.addaudithook(refuse_network)
+    # Python puts this file's folder first, where a vbench.py lies that is not the package.
+    here = Path(__file__).resolve().parent
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]
 
     import torch
     import vbench
