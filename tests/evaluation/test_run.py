@@ -131,6 +131,18 @@ def test_unreadable_and_single_frame_clips_are_named_and_skipped(clips: Path) ->
         evaluate([clips / "bad.mp4", clips / "empty.mp4"])
 
 
+def test_a_clip_whose_frames_change_size_is_named_and_skipped(tmp_path: Path) -> None:
+    streams = []
+    for width in (64, 96):  # a transport stream may go on with another size
+        file = tmp_path / f"{width}.ts"
+        frames = np.random.default_rng(0).integers(0, 256, (4, 48, width, 3)).astype(np.uint8)
+        write_video(file, frames, 8)
+        streams.append(file.read_bytes())
+    (tmp_path / "joined.mp4").write_bytes(b"".join(streams))
+    with pytest.raises(InputError, match=r"changes its size: frame 4 is 96x48, not 64x48"):
+        evaluate([tmp_path])
+
+
 def test_mixed_sizes_and_missing_prompts_are_noted(clips: Path) -> None:
     write_video(clips / "wide.mp4", np.zeros((4, 32, 64, 3), np.uint8), 8)
     notes = evaluate([clips]).notes
@@ -278,11 +290,13 @@ def test_json_and_page_hold_the_same_figures(clips: Path, tmp_path: Path) -> Non
 
 def test_page_shows_names_and_prompts_as_text(tmp_path: Path) -> None:
     frames = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3)).astype(np.uint8)
-    write_video(tmp_path / "a.mp4", frames, 8)
-    (tmp_path / "a.txt").write_text("<script>alert(1)</script>")
+    write_video(tmp_path / "<b>a.mp4", frames, 8)
+    (tmp_path / "<b>a.txt").write_text("<script>alert(1)</script>")
     page = write_html(tmp_path / "e.html", evaluate([tmp_path])).read_text()
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert(1)" in page
+    assert "<b>a.mp4" not in page
+    assert "&lt;b&gt;a.mp4" in page
 
 
 def test_json_has_no_value_that_is_not_json(clips: Path) -> None:
