@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ CLOCK = "clock"  # the snapshots' own time, kept among the counters
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One piece of work on one lane; times in seconds of `time.perf_counter`."""
+    """One piece of work on one lane; times in seconds of the trace's clock."""
 
     lane: str
     name: str
@@ -69,7 +69,10 @@ def summarize(before: Mapping[str, float], after: Mapping[str, float]) -> TraceS
 class Trace:
     """Thread-safe record of the most recent `capacity` spans, and of counters since the start."""
 
-    def __init__(self, capacity: int = 20_000) -> None:
+    def __init__(
+        self, capacity: int = 20_000, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._now = now
         self.spans: deque[Span] = deque(maxlen=capacity)
         self.counters: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
@@ -77,11 +80,11 @@ class Trace:
     @contextmanager
     def span(self, lane: str, name: str, nbytes: int = 0) -> Iterator[None]:
         """Time the enclosed work; `nbytes` is also added to the counter `{lane}_bytes`."""
-        start = time.perf_counter()
+        start = self._now()
         try:
             yield
         finally:
-            end = time.perf_counter()
+            end = self._now()
             with self._lock:
                 self.spans.append(Span(lane, name, start, end, nbytes))
                 self.counters[f"{lane}_s"] += end - start
@@ -94,7 +97,7 @@ class Trace:
     def snapshot(self) -> dict[str, float]:
         """The counters and the time now; `summarize` two to get what happened between them."""
         with self._lock:
-            return {**self.counters, f"{CLOCK}_s": time.perf_counter()}
+            return {**self.counters, f"{CLOCK}_s": self._now()}
 
     def between(self, start: float, end: float) -> list[Span]:
         """Spans that overlap the interval, oldest first."""

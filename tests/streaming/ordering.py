@@ -122,7 +122,8 @@ class OrderedTransfer:
 
     def __init__(self, inner: Any, log: OrderLog) -> None:
         self._inner, self._log = inner, log
-        self.device, self.memory, self.trace = inner.device, inner.memory, inner.trace
+        self.device, self.memory, self.lanes = inner.device, inner.memory, inner.lanes
+        self.trace = inner.trace
         exclude = self.memory.exclude
 
         def noticed(region: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ import toys
 from megaslide.errors import InputError, is_disk_full
 from megaslide.streaming import TransferHooks, stream
 from megaslide.streaming.disk import DiskError, RecordFile
-from megaslide.streaming.lanes import Event
+from megaslide.streaming.lanes import Event, Lanes
 from megaslide.streaming.layout import PAGE
 from megaslide.streaming.memory import host_memory
 from megaslide.streaming.staging import WeightsAhead
@@ -124,7 +124,7 @@ def test_a_missing_wait_is_missed(
 
 def test_reading_ahead_waits_for_the_update() -> None:
     read, updated = threading.Event(), Event()
-    ahead = WeightsAhead([PAGE] * 2, ["a", "b"], lambda unit, target: read.set(), Trace())
+    ahead = WeightsAhead([PAGE] * 2, ["a", "b"], lambda unit, target: read.set(), Lanes(Trace()))
     ahead.want([1], lambda unit: updated)
     assert not read.wait(0.05)
     updated.set()
@@ -241,7 +241,7 @@ def test_what_was_read_ahead_of_an_update_is_void() -> None:
         reads.append(unit)
         target.fill_(version)
 
-    ahead = WeightsAhead([PAGE] * 4, list("abcd"), read, Trace())
+    ahead = WeightsAhead([PAGE] * 4, list("abcd"), read, Lanes(Trace()))
     ahead.want([2, 3], lambda unit: Event.completed())
     ahead.forget(2)  # its read is still under way
     begin.set()
@@ -257,7 +257,7 @@ def test_a_region_in_use_is_not_read_into() -> None:
     def read(unit: int, target: torch.Tensor) -> None:
         target.fill_(unit)
 
-    ahead = WeightsAhead([PAGE] * 9, list("abcdefghi"), read, Trace())
+    ahead = WeightsAhead([PAGE] * 9, list("abcdefghi"), read, Lanes(Trace()))
     for unit in range(6):
         ahead.want([unit + 1, unit + 2], lambda unit: Event.completed())
         region = ahead.take(unit)

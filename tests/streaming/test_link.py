@@ -8,6 +8,7 @@ import toys
 
 from megaslide.errors import InputError
 from megaslide.streaming import stream
+from megaslide.streaming.lanes import Lanes
 from megaslide.streaming.layout import find_blocks, plan_units
 from megaslide.streaming.memory import planned_device_bytes
 from megaslide.streaming.transfer import CpuTransfer
@@ -19,7 +20,7 @@ NBYTES = 1_000_000
 def copies(link_gb_s: float, count: int, both: bool) -> tuple[list[Span], float]:
     """The copies' spans and the CPU time of the process, in seconds."""
     trace = Trace()
-    transfer = CpuTransfer(trace, link_gb_s=link_gb_s)
+    transfer = CpuTransfer(Lanes(trace), link_gb_s=link_gb_s)
     host, device = transfer.host(NBYTES), transfer.allocate(NBYTES, "slots")
     host2, device2 = transfer.host(NBYTES), transfer.allocate(NBYTES, "slots")
     cpu = time.process_time()

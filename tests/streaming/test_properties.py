@@ -100,7 +100,7 @@ def test_spans_name_every_kind_of_work() -> None:
     toys.train_streamed(streamed, toys.batches(2))
     streamed.close()
     kinds = {(s.lane, s.name.split()[0]) for s in streamed.trace.spans if s.lane == "compute"}
-    assert kinds == {("compute", k) for k in ("forward", "recompute", "backward")}
+    assert kinds == {("compute", k) for k in ("forward", "recompute", "backward", "clear", "round")}
     lanes = {s.lane for s in streamed.trace.spans}
     assert lanes == {"compute", "h2d", "d2h", "adamw", "wait"}
     compute = sorted((s.start, s.end) for s in streamed.trace.spans if s.lane == "compute")

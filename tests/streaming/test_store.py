@@ -18,6 +18,7 @@ from megaslide.ops.adamw import BLOCK8, AdamWSettings
 from megaslide.streaming import StreamedModel, TransferHooks, stream
 from megaslide.streaming.filling import reset_parameters
 from megaslide.streaming.gradients import Landed
+from megaslide.streaming.lanes import Lanes
 from megaslide.streaming.layout import ALIGN, PAGE, find_blocks, plan_units
 from megaslide.streaming.optimizer import StreamedAdamW
 from megaslide.streaming.records import FORMATS, Record
@@ -119,7 +120,7 @@ def test_updates_too_small_for_bf16_move_masters_as_fp32_does(
     with before as state:
         first = state.memory["weights"].clone()
     oracle = PlainAdamW(plain.values(), lr=1e-7, weight_decay=0.0)
-    optimizer = StreamedAdamW(store, Trace(), None)
+    optimizer = StreamedAdamW(store, Lanes(Trace()), None)
     adamw = AdamWSettings(lr=1e-7, weight_decay=0.0)
     for _ in range(10):
         with store.landing(1, keep=False) as region:

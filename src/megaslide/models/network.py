@@ -162,12 +162,23 @@ def network_of(config: Config, *, channels: int, text_dim: int) -> Network:
     if model.pretrained_model_name_or_path is None:
         sizes = resolve_config(model, config.attention, in_channels=channels, text_dim=text_dim)
         return OwnNetwork(name=model.preset, config=sizes)
+    network = pretrained_network(config)
+    _require_inputs(network, channels, text_dim)
+    return network
+
+
+def pretrained_network(config: Config) -> PretrainedNetwork:
+    """The network that the config's `model` section names, whatever the data.
+
+    Raises:
+        InputError: it is not there, or of no known family.
+    """
+    model = config.model
+    assert model.pretrained_model_name_or_path is not None
     source = find_source(
         model.pretrained_model_name_or_path, subfolder=model.subfolder, revision=model.revision
     )
-    network = _pretrained(source, config)
-    _require_inputs(network, channels, text_dim)
-    return network
+    return _pretrained(source, config)
 
 
 def saved_network(folder: Path, config: Config) -> Network:

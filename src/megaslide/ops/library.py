@@ -9,11 +9,16 @@ import functools
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
 
-__all__ = ["ABI_VERSION", "BUILD_COMMAND", "check_status", "load", "why_absent"]
+__all__ = [
+    "ABI_VERSION", "BUILD_COMMAND", "assumed_present", "check_status", "load", "why_absent",
+]  # fmt: skip
 
 ABI_VERSION = 3
 """MEGASLIDE_ABI_VERSION of csrc/include/megaslide.h that this package is written for."""
@@ -25,6 +30,8 @@ PATH_VARIABLE = "MEGASLIDE_NATIVE_LIBRARY"
 """Environment variable with the path of a library to load instead of the package's own."""
 
 logger = logging.getLogger(__name__)
+
+_assumed: ContextVar[bool] = ContextVar("assumed", default=False)
 
 
 def load() -> ctypes.CDLL:
@@ -42,7 +49,21 @@ def load() -> ctypes.CDLL:
 @torch.compiler.assume_constant_result
 def why_absent() -> str | None:
     """Why `load()` would fail, or None. The first failure of a process is logged as a warning."""
-    return _open()[1]
+    return None if _assumed.get() else _open()[1]
+
+
+@contextmanager
+def assumed_present() -> Iterator[None]:
+    """Within, operators are chosen as if the library were here.
+
+    For tensors without data, on which nothing runs: what a model costs must not depend on whether
+    the machine that does the arithmetic has a compiler.
+    """
+    token = _assumed.set(True)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
 
 
 def check_status(status: int) -> None:

@@ -71,8 +71,9 @@ class GradientBuffers:
         buffer = self._ring[0]
         self._ring.reverse()
         self._transfer.wait(buffer.landed, "gradient buffer landed")
-        parameters = self._units[unit].layout.parameters
-        present = self._watch(buffer, list(zip(parameters, leaves, strict=True)))
+        layout = self._units[unit].layout
+        with self._transfer.trace.span("compute", f"clear {layout.name}"):
+            present = self._watch(buffer, list(zip(layout.parameters, leaves, strict=True)))
         yield
         self._expected[unit] -= 1
         self._send(unit, buffer, present)
@@ -118,7 +119,8 @@ class GradientBuffers:
         if not present:
             return
         layout, landed = self._units[unit].layout, self.landed[unit]
-        outbound = self._outbound(layout, buffer)
+        with self._transfer.trace.span("compute", f"round {layout.name}"):
+            outbound = self._outbound(layout, buffer)
         buffer.landed = self._transfer.d2h(
             self._store.landing_memory(unit), outbound,
             {"gradient computed": self._transfer.record()}, layout.name,

@@ -57,9 +57,13 @@ class Event:
 
     def wait(self, why: str) -> None:
         """Block until the work is done, because of `why`; RuntimeError if it failed."""
-        self._flag.wait()
+        self.settle(why)
         if self._error is not None:
             raise RuntimeError(f"asynchronous work failed: {self._error}") from self._error
+
+    def settle(self, why: str) -> None:
+        """Block until the work has ended, well or not, because of `why`."""
+        self._flag.wait()
 
 
 class Lane:
@@ -99,6 +103,16 @@ class Lane:
         """Finish what was submitted and stop the thread."""
         self._tasks.put(None)
         self._thread.join()
+
+
+class Lanes:
+    """Opens the engine's lanes; a simulation opens others, which take no time (`planning`)."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+    def open(self, name: str) -> Lane:
+        return Lane(name, self.trace)
 
 
 _running: "dict[threading.Thread, queue.SimpleQueue[Task | None]]" = {}

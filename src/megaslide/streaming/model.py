@@ -18,7 +18,7 @@ from megaslide.streaming.activations import Activations
 from megaslide.streaming.executor import Executor
 from megaslide.streaming.filling import fill_store
 from megaslide.streaming.gradients import GradientBuffers
-from megaslide.streaming.lanes import Event
+from megaslide.streaming.lanes import Event, Lanes
 from megaslide.streaming.layout import Unit, find_blocks, plan_units
 from megaslide.streaming.memory import require_budget
 from megaslide.streaming.optimizer import StreamedAdamW
@@ -60,12 +60,16 @@ def stream(model: nn.Module, **options: Any) -> "StreamedModel":
         RuntimeError: the device has no transfer backend.
     """
     chosen = StreamOptions(**options)
-    transfer = _transfer(chosen)
+    return build(model, chosen, _transfer(chosen))
+
+
+def build(model: nn.Module, chosen: StreamOptions, transfer: Transfer) -> "StreamedModel":
+    """`stream` on a given device."""
     resident, streamed = plan_units(model, find_blocks(model, chosen.blocks), chosen.dtype)
     units = [resident, *streamed]
     if chosen.device_budget is not None:
         require_budget([u.layout for u in units], chosen.slots, chosen.device_budget)
-    store = Store([u.layout for u in units], chosen.store, transfer.trace)
+    store = Store([u.layout for u in units], chosen.store, transfer.lanes)
     fill_store(store, units, chosen.init_weights)
     return StreamedModel(model, units, store, transfer, chosen)
 
@@ -92,7 +96,7 @@ class StreamedModel:
         self.store = store
         for buffer in store.buffers:
             transfer.memory.exclude(buffer)
-        self._optimizer = StreamedAdamW(self.store, self.trace, options.ema_decay)
+        self._optimizer = StreamedAdamW(self.store, transfer.lanes, options.ema_decay)
         blocks = list(range(1, len(units)))
         updated = self._optimizer.updated
         self._slots = SlotCache(transfer, self.store, blocks, options.slots, updated)
@@ -356,4 +360,5 @@ def _transfer(options: StreamOptions) -> Transfer:
     device = torch.device(options.device)
     if device.type != "cpu":
         raise RuntimeError(f"device {str(device)!r} has no transfer backend yet; use device='cpu'")
-    return CpuTransfer(options.trace or Trace(), options.hooks, link_gb_s=options.link_gb_s)
+    lanes = Lanes(options.trace or Trace())
+    return CpuTransfer(lanes, options.hooks, link_gb_s=options.link_gb_s)

@@ -12,22 +12,21 @@ import torch
 
 from megaslide.ops.adamw import BLOCK8, AdamWSettings, AdamWState, adamw_
 from megaslide.streaming.gradients import Landed
-from megaslide.streaming.lanes import NOTHING, Event, Lane
+from megaslide.streaming.lanes import NOTHING, Event, Lanes
 from megaslide.streaming.layout import UnitLayout
 from megaslide.streaming.records import Piece
 from megaslide.streaming.staging import Memory
 from megaslide.streaming.store import Store
 from megaslide.streaming.transfer import Reasons
-from megaslide.tracing import Trace
 
 
 class StreamedAdamW:
     """Updates the store; one thread, one unit at a time, in the order it is given."""
 
-    def __init__(self, store: Store, trace: Trace, ema_decay: float | None) -> None:
+    def __init__(self, store: Store, lanes: Lanes, ema_decay: float | None) -> None:
         self._store, self._ema_decay = store, ema_decay
         self._updated = [Event.completed() for _ in store.units]
-        self._lane = Lane("adamw", trace)
+        self._lane = lanes.open("adamw")
 
     def updated(self, unit: int) -> Event:
         """Done when the unit's latest update is in the store."""

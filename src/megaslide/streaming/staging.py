@@ -20,11 +20,10 @@ from queue import SimpleQueue
 import torch
 
 from megaslide.streaming.disk import RecordFile
-from megaslide.streaming.lanes import Event, Lane
+from megaslide.streaming.lanes import Event, Lanes
 from megaslide.streaming.layout import PAGE, round_up
 from megaslide.streaming.memory import host_memory
 from megaslide.streaming.records import Piece, Record
-from megaslide.tracing import Trace
 
 WEIGHTS_LANE, READ_LANE, WRITE_LANE = "disk_weights", "disk_read", "disk_write"
 READ_AHEAD = 2
@@ -39,7 +38,7 @@ Updated = Callable[[int], Event]
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A buffer and when what it should hold is there."""
+    """A buffer and the end of what is being done to it."""
 
     buffer: torch.Tensor
     done: Event
@@ -50,15 +49,18 @@ class Pool:
 
     def __init__(self, count: int, nbytes: int) -> None:
         self.members = [host_memory(nbytes) for _ in range(count)]
-        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
+        self._free: SimpleQueue[_Loaded] = SimpleQueue()
         for buffer in self.members:
-            self._free.put(buffer)
+            self.put(buffer)
 
     def get(self) -> torch.Tensor:
-        return self._free.get()
+        free = self._free.get()
+        free.done.settle("buffer written")
+        return free.buffer
 
-    def put(self, buffer: torch.Tensor) -> None:
-        self._free.put(buffer)
+    def put(self, buffer: torch.Tensor, after: Event | None = None) -> None:
+        """Give a buffer back, free once `after` has ended, well or not."""
+        self._free.put(_Loaded(buffer, after or Event.completed()))
 
 
 class WeightsAhead:
@@ -70,16 +72,16 @@ class WeightsAhead:
 
     def __init__(
         self, sizes: Sequence[int], names: Sequence[str], read: Callable[[int, torch.Tensor], None],
-        trace: Trace,
+        lanes: Lanes,
     ) -> None:  # fmt: skip
-        self._sizes, self._names, self._read, self._trace = sizes, names, read, trace
+        self._sizes, self._names, self._read, self._trace = sizes, names, read, lanes.trace
         self._free = [host_memory(max(sizes)) for _ in range(READ_AHEAD)]
         self._unforeseen = host_memory(max(sizes))
         self.buffers = [*self._free, self._unforeseen]
         self._staged: dict[int, _Loaded] = {}
         self._in_use: torch.Tensor | None = None
         self._lock = threading.Lock()
-        self._lane = Lane(WEIGHTS_LANE, trace)
+        self._lane = lanes.open(WEIGHTS_LANE)
 
     def want(self, units: Sequence[int], updated: Updated) -> None:
         """Begin to read the next units, soonest first, as far as there are buffers.
@@ -130,15 +132,15 @@ class DiskRecords:
     """All units' regions of the given kinds in one file, and every way in and out of it."""
 
     def __init__(self, file: RecordFile, records: Sequence[Record], kinds: frozenset[str],
-                 trace: Trace) -> None:  # fmt: skip
+                 lanes: Lanes) -> None:  # fmt: skip
         self._file, self._records, self._kinds = file, records, kinds
         self._starts = _starts(records, kinds)
         self._writes: list[list[Event]] = [[] for _ in records]
         """Per unit: writes handed over and perhaps still under way."""
-        self._read_lane, self._write_lane = Lane(READ_LANE, trace), Lane(WRITE_LANE, trace)
+        self._read_lane, self._write_lane = lanes.open(READ_LANE), lanes.open(WRITE_LANE)
         self._ahead = WeightsAhead(
             _sizes(records, "weights"), [r.layout.name for r in records],
-            lambda unit, target: self.read(unit, "weights", target), trace,
+            lambda unit, target: self.read(unit, "weights", target), lanes,
         )  # fmt: skip
         sizes = staging_sizes(records, kinds)
         self._pieces = Pool(COUNTS["pieces"], sizes["pieces"])
@@ -226,7 +228,7 @@ class DiskRecords:
     def _forget_pieces(self) -> None:
         """Give up pieces that were read for an update that did not come."""
         for loaded in self._next.values():
-            self._read_lane.submit(partial(self._pieces.put, loaded.buffer), "piece not used")
+            self._pieces.put(loaded.buffer, loaded.done)
         self._next.clear()
 
     def _load_piece(self, unit: int, piece: Piece) -> _Loaded:
@@ -245,13 +247,11 @@ class DiskRecords:
         spans = [span for span in self._spans(unit, piece) if span[0] != "gradients"]
 
         def write() -> None:
-            try:
-                for _, at, offset, nbytes in spans:
-                    self._file.write(buffer[at : at + nbytes], offset)
-            finally:
-                self._pieces.put(buffer)
+            for _, at, offset, nbytes in spans:
+                self._file.write(buffer[at : at + nbytes], offset)
 
-        self._write_behind(unit, write, sum(span[3] for span in spans))
+        nbytes, name = sum(span[3] for span in spans), self._records[unit].layout.name
+        self._pieces.put(buffer, self._write_behind(unit, write, name, nbytes))
 
     def _spans(self, unit: int, piece: Piece) -> list[tuple[str, int, int, int]]:
         """(kind, place in a piece buffer, place in the file, bytes) of a piece's pages."""
@@ -284,20 +284,16 @@ class DiskRecords:
             self._gradients.put(buffer)
             raise
         offset = self._offset(unit, "gradients")
+        write = partial(self._file.write, buffer[:nbytes], offset)
+        name = f"gradients {self._records[unit].layout.name}"
+        self._gradients.put(buffer, self._write_behind(unit, write, name, nbytes))
 
-        def write() -> None:
-            try:
-                self._file.write(buffer[:nbytes], offset)
-            finally:
-                self._gradients.put(buffer)
-
-        self._write_behind(unit, write, nbytes)
-
-    def _write_behind(self, unit: int, write: Callable[[], None], nbytes: int) -> None:
+    def _write_behind(self, unit: int, write: Callable[[], None], name: str, nbytes: int) -> Event:
         # Writes that have failed stay in the list: whoever reads the unit must hear of it.
         pending = [e for e in self._writes[unit] if not _succeeded(e)]
-        event = self._write_lane.submit(write, self._records[unit].layout.name, nbytes=nbytes)
+        event = self._write_lane.submit(write, name, nbytes=nbytes)
         self._writes[unit] = [*pending, event]
+        return event
 
     # Places -----------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ import torch
 from megaslide.ops.adamw.reference import join_master, split_master_
 from megaslide.streaming.budget import available_disk, available_ram, require_room
 from megaslide.streaming.disk import RecordFile
-from megaslide.streaming.lanes import Event
+from megaslide.streaming.lanes import Event, Lanes
 from megaslide.streaming.layout import ParameterSlice, UnitLayout
 from megaslide.streaming.memory import host_memory
 from megaslide.streaming.records import FORMATS, Piece, Record, StateFormat, planned_bytes
@@ -177,7 +177,7 @@ class Store:
 
     def __init__(
         self, units: Sequence[UnitLayout], settings: StoreSettings | None = None,
-        trace: Trace | None = None,
+        lanes: Lanes | None = None,
     ) -> None:  # fmt: skip
         self.units, self.settings = list(units), settings or StoreSettings()
         self.plan = plan_store(units, self.settings)
@@ -187,7 +187,9 @@ class Store:
         self.arenas = {kind: host_memory(self.plan.kinds[kind]) for kind in self.plan.in_ram}
         """The uint8 host buffers of the kinds that are in RAM."""
         self._starts = _arena_starts(self._records, self.plan.in_ram)
-        self._disk = self._open_disk(trace or Trace()) if self.settings.tier == "disk" else None
+        self._disk = (
+            self._open_disk(lanes or Lanes(Trace())) if self.settings.tier == "disk" else None
+        )
         self._serve_ema = False
         self.steps = [{p.name: 0 for p in unit.trainable} for unit in units]
         """Updates done so far, per unit and parameter name; torch counts per parameter too."""
@@ -344,11 +346,11 @@ class Store:
         if self._disk is not None:
             self._disk.close()
 
-    def _open_disk(self, trace: Trace) -> DiskRecords:
+    def _open_disk(self, lanes: Lanes) -> DiskRecords:
         assert self.settings.disk_path is not None
         kinds = frozenset(self.plan.kinds) - self.plan.in_ram
         file = RecordFile(self.settings.disk_path, self.plan.disk_bytes)
-        return DiskRecords(file, self._records, kinds, trace)
+        return DiskRecords(file, self._records, kinds, lanes)
 
     def _ram_piece(self, unit: int, piece: Piece) -> Memory:
         memory: Memory = {}

@@ -14,11 +14,12 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from megaslide.streaming.lanes import Event, Lane, copy_bytes
+from megaslide.streaming.lanes import Event, Lane, Lanes, copy_bytes
 from megaslide.streaming.memory import DeviceMemory, host_memory
 from megaslide.tracing import Trace
 
@@ -51,6 +52,7 @@ class Transfer(Protocol):
     device: torch.device
     memory: DeviceMemory
     trace: Trace
+    lanes: Lanes
 
     def allocate(self, nbytes: int, kind: str) -> torch.Tensor:
         """A uint8 device buffer `[nbytes]`, held until `close`."""
@@ -99,16 +101,16 @@ class CpuTransfer:
     """
 
     def __init__(
-        self, trace: Trace, hooks: TransferHooks | None = None, *, link_gb_s: float | None = None
+        self, lanes: Lanes, hooks: TransferHooks | None = None, *, link_gb_s: float | None = None
     ) -> None:
         if link_gb_s is not None and link_gb_s <= 0:
             raise ValueError(f"link_gb_s={link_gb_s} is not above 0")
         self.device = torch.device("cpu")
-        self.trace = trace
+        self.trace, self.lanes = lanes.trace, lanes
         self.memory = DeviceMemory()
         self._hooks = hooks or TransferHooks()
         self._bytes_per_s = float("inf") if link_gb_s is None else link_gb_s * 1e9
-        self._h2d, self._d2h = Lane("h2d", trace), Lane("d2h", trace)
+        self._h2d, self._d2h = lanes.open("h2d"), lanes.open("d2h")
         self._random = random.Random(self._hooks.seed)
 
     def allocate(self, nbytes: int, kind: str) -> torch.Tensor:
@@ -124,16 +126,18 @@ class CpuTransfer:
     def h2d(
         self, target: torch.Tensor, source: Callable[[], torch.Tensor], after: Reasons, name: str
     ) -> Event:
-        def copy() -> None:
-            copy_bytes(target, source())
-
-        return self._copy(self._h2d, copy, after, name, target.nbytes, overwrites=target)
+        return self._copy(
+            self._h2d, source, partial(copy_bytes, target), after, name, target.nbytes,
+            overwrites=target,
+        )  # fmt: skip
 
     def d2h(
         self, target: torch.Tensor, source: torch.Tensor, after: Reasons, name: str, *,
         land: Callable[[torch.Tensor, torch.Tensor], None] = copy_bytes,
     ) -> Event:  # fmt: skip
-        return self._copy(self._d2h, lambda: land(target, source), after, name, source.nbytes)
+        return self._copy(
+            self._d2h, lambda: source, partial(land, target), after, name, source.nbytes
+        )
 
     def record(self) -> Event:
         return Event.completed()  # CPU compute is synchronous
@@ -153,7 +157,8 @@ class CpuTransfer:
         self._d2h.close()
 
     def _copy(
-        self, lane: Lane, copy: Callable[[], object], after: Reasons, name: str, nbytes: int, *,
+        self, lane: Lane, source: Callable[[], torch.Tensor],
+        land: Callable[[torch.Tensor], None], after: Reasons, name: str, nbytes: int, *,
         overwrites: torch.Tensor | None = None,
     ) -> Event:  # fmt: skip
         poisoned = overwrites if self._hooks.poison else None
@@ -165,8 +170,9 @@ class CpuTransfer:
                 poisoned.fill_(NAN_BYTE)
             if delay:
                 time.sleep(delay)
+            region = source()  # may wait for a disk, of which the link knows nothing
             start = time.perf_counter()
-            copy()
+            land(region)
             left = start + seconds - time.perf_counter()
             if left > 0:
                 time.sleep(left)

@@ -1,0 +1,204 @@
+"""`megaslide plan`: what a run needs and what a step takes, before anything is loaded."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megaslide.cli.display import Meter, console, count, grid, print_json, size, status
+from megaslide.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from megaslide.config import Triple
+    from megaslide.planning.plan import Machine, Plan
+    from megaslide.planning.subject import Subject
+
+
+DISK_BYTES_S = 5e9
+"""Of one NVMe drive, where the machine is not at hand; an assumption."""
+
+
+def plan(
+    what: Annotated[
+        str, typer.Argument(metavar="WHAT", help="Config, preset, or folder of a model.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace the file's."),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Accelerator, such as h200; without it, this machine.")
+    ] = None,
+    ram: Annotated[str | None, typer.Option(metavar="SIZE", help="RAM, such as 1536GB.")] = None,
+    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="Free disk: 4TB.")] = None,
+    efficiency: Annotated[
+        float | None, typer.Option(min=0.01, max=1.0, help="Share of its peak that it reaches.")
+    ] = None,
+    frames: Annotated[int | None, typer.Option(min=1)] = None,
+    height: Annotated[int | None, typer.Option(min=1)] = None,
+    width: Annotated[int | None, typer.Option(min=1)] = None,
+    compression: Annotated[
+        str, typer.Option(metavar="TxHxW", help="Pixels per latent voxel, if no codec says.")
+    ] = "4x8x8",
+    as_json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,
+) -> None:
+    """Tell whether a run fits a machine, what a step takes, and what would change that."""
+    from megaslide.planning.plan import alternatives, make_plan
+    from megaslide.planning.subject import subject_of
+
+    if efficiency is not None and gpu is None:
+        raise InputError("--efficiency without --gpu", "this machine is measured; name a --gpu")
+    with status("counting what a step does"):
+        clip = _clip(frames, height, width)
+        subject = subject_of(what, overrides or [], clip=clip, compression=_triple(compression))
+        costs = subject.costs()
+    machine = _machine(subject, gpu, ram, disk, efficiency)
+    with status("simulating a step"):
+        found = make_plan(costs, machine, subject.choice)
+    if as_json:
+        print_json({"tokens": subject.tokens * subject.choice.micro_batches, **found.to_dict()})
+        return
+    with status("simulating other choices"):
+        others = alternatives(found)
+    screen = console()
+    screen.print(grid(_facts(subject, found)))
+    screen.print(_lanes(found))
+    screen.print(_others(found, others))
+
+
+# -- what was asked -------------------------------------------------------------------------------
+
+
+def _clip(frames: int | None, height: int | None, width: int | None) -> "Triple | None":
+    from megaslide.planning.subject import CLIP
+
+    given = (frames, height, width)
+    if given == (None, None, None):
+        return None
+    t, h, w = (n if n is not None else usual for n, usual in zip(given, CLIP, strict=True))
+    return t, h, w
+
+
+def _triple(text: str) -> "Triple":
+    from megaslide.config import parse_triple
+
+    try:
+        return parse_triple(text)
+    except ValueError as error:
+        raise InputError(f"--compression {text}: {error}", "write it as 4x8x8") from None
+
+
+def _bytes(option: str, text: str | None) -> int | None:
+    """Bytes of `1536GB` (10⁹) or `1.5TiB` (2⁴⁰)."""
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    if text is None:
+        return None
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        fix = "write a number and a unit: 512GB, 1.5TiB"
+        raise InputError(f"{option} {text!r} is no size", fix) from None
+
+
+def _machine(
+    subject: "Subject", gpu: str | None, ram: str | None, disk: str | None,
+    efficiency: float | None,
+) -> "Machine":  # fmt: skip
+    from dataclasses import replace
+
+    from megaslide.planning.plan import EFFICIENCY, accelerator
+
+    room = {"ram_bytes": _bytes("--ram", ram), "disk_bytes": _bytes("--disk", disk)}
+    if gpu is None:
+        return _here(subject, {name: n for name, n in room.items() if n is not None})
+    from megaslide.planning.devices import device_named
+
+    machine = accelerator(device_named(gpu), efficiency=efficiency or EFFICIENCY)
+    basis = {**machine.basis, "disk": f"{DISK_BYTES_S / 1e9:g} GB/s, one NVMe drive (assumed)"}
+    return replace(machine, **room, disk_bytes_s=DISK_BYTES_S, basis=basis)  # type: ignore[arg-type]
+
+
+def _here(subject: "Subject", room: dict[str, int]) -> "Machine":
+    from dataclasses import replace
+    from pathlib import Path
+
+    import torch
+
+    from megaslide.planning.plan import this_machine
+    from megaslide.planning.rates import measure_rates
+    from megaslide.streaming.budget import available_disk, available_ram
+
+    with Meter("measuring this machine") as meter:
+        rates = measure_rates(Path(), meter)
+    machine = this_machine(rates, bf16=subject.dtype == torch.bfloat16)
+    return replace(
+        machine, ram_bytes=room.get("ram_bytes", available_ram()),
+        disk_bytes=room.get("disk_bytes", available_disk(Path())),
+    )  # fmt: skip
+
+
+# -- what is shown --------------------------------------------------------------------------------
+
+
+def _facts(subject: "Subject", plan: "Plan") -> dict[str, str]:
+    t, h, w = subject.latents
+    figures, choice = plan.to_dict(), plan.choice
+    clips = f"{choice.micro_batches} x {subject.clips} clips of {t}x{h}x{w} latents"
+    facts = {
+        "model": f"{subject.network.name}, {count(plan.costs.parameters)} parameters",
+        "batch": f"{clips}, {count(subject.tokens * choice.micro_batches)} tokens",
+        "choice": str(choice),
+        "machine": plan.machine.name,
+        "verdict": _verdict(plan),
+    }
+    for place in ("device", "ram", "disk"):
+        parts = figures[f"{place}_bytes"]
+        if parts:
+            inside = ", ".join(f"{name} {size(n)}" for name, n in parts.items())
+            facts[f"{place}"] = f"{size(sum(parts.values()))}: {inside}"
+    facts |= {
+        "step": f"{_seconds(figures['step_s'])}, {plan.flop:.3g} FLOP, MFU {100 * plan.mfu:.1f} %",
+        **{f"rate of {name}": words for name, words in plan.machine.basis.items()},
+    }
+    return facts
+
+
+def _verdict(plan: "Plan") -> str:
+    if plan.shortfall:
+        missing = ", ".join(f"{size(n)} of {place}" for place, n in plan.shortfall.items())
+        return f"does not fit: lacks {missing}"
+    unknown = [] if plan.machine.ram_bytes is not None else ["RAM"]
+    told = f" (not told how much {' and '.join(unknown)} there is)" if unknown else ""
+    return f"fits{told}; a step is bound by {plan.simulated.bound}"
+
+
+def _lanes(plan: "Plan") -> "Table":
+    """Per lane of a step: time and bytes."""
+    from rich.table import Table
+
+    figures, lanes = plan.to_dict(), plan.simulated.lanes
+    steps = lanes.seconds / figures["step_s"]
+    table = Table("lane", "busy per step", "of the step", "bytes per step", box=None)
+    for lane, seconds in sorted(figures["busy_s"].items(), key=lambda item: -item[1]):
+        moved = lanes.nbytes.get(lane, 0) / steps
+        share = f"{100 * seconds / figures['step_s']:.0f} %"
+        table.add_row(lane, _seconds(seconds), share, size(int(moved)) if moved else "")
+    return table
+
+
+def _others(plan: "Plan", others: "list[tuple[str, Plan]]") -> "Table":
+    from rich.table import Table
+
+    from megaslide.planning.plan import pace
+
+    table = Table("one change", "pace", "lacks", box=None)
+    for words, other in others:
+        missing = ", ".join(f"{size(n)} {place}" for place, n in other.shortfall.items())
+        table.add_row(words, f"{pace(plan) / pace(other):.2f}x", missing or "nothing")
+    return table
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"

@@ -1,0 +1,284 @@
+"""Will it fit, how long does a step take, and what bounds it: costs x rates, on the engine's clock.
+
+`costs` counts what a step does, a `Machine` says how fast that is done, and `simulate` lets the
+engine arrange it. Nothing else is assumed. Bytes of state, staging and device arenas are the
+engine's own arithmetic, so they are exact; seconds are as good as the machine's rates, and each
+rate says where it comes from.
+
+Bytes, seconds, FLOP (a multiply and an add are two).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megaslide.planning.costs import ModelCosts, UnitCosts
+from megaslide.planning.devices import Device
+from megaslide.planning.rates import Rates
+from megaslide.planning.simulate import Load, Schedule, Simulated, UnitLoad, simulate
+from megaslide.streaming.layout import UnitLayout
+from megaslide.streaming.records import FORMATS, StateFormat, planned_bytes
+from megaslide.streaming.store import StorePlan, StoreSettings
+
+EFFICIENCY = 0.7
+"""Share of a datasheet's matrix rate that well-shaped training kernels reach; an assumption."""
+SERVER_ADAMW_BYTES_S = 150e9
+"""What AdamW's pass gets of a server's memory, 8 channels of DDR5 at about half; an assumption."""
+GRADIENT_PASSES = 4
+"""Times that the fp32 gradient buffer is touched: cleared, added to (read, write), rounded from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What a plan is made for; None is unknown and never too small."""
+
+    name: str
+    flop_s: float
+    """What blocks reach."""
+    peak_flop_s: float
+    """What MFU is a share of."""
+    memory_bytes_s: float
+    """Of the device."""
+    link_bytes_s: float
+    """Each direction."""
+    adamw_bytes_s: float
+    """Bytes of state and gradients that the optimizer reads and writes."""
+    disk_bytes_s: float | None = None
+    """Reading and writing at once, together."""
+    device_bytes: int | None = None
+    ram_bytes: int | None = None
+    disk_bytes: int | None = None
+    basis: Mapping[str, str]
+    """Where the rates come from, by rate."""
+
+
+def accelerator(device: Device, *, efficiency: float = EFFICIENCY) -> Machine:
+    """A known accelerator in a server; the room for state is for the caller to say."""
+    return Machine(
+        name=device.name, flop_s=efficiency * device.bf16_flop_s, peak_flop_s=device.bf16_flop_s,
+        memory_bytes_s=device.memory_bytes_s, link_bytes_s=device.link_bytes_s,
+        adamw_bytes_s=SERVER_ADAMW_BYTES_S, device_bytes=device.memory_bytes,
+        basis={
+            "compute": f"{efficiency:g} of the peak (assumed): {device.source}",
+            "link": "its standard's data rate, each direction",
+            "adamw": f"{SERVER_ADAMW_BYTES_S / 1e9:g} GB/s of host memory (assumed)",
+        },
+    )  # fmt: skip
+
+
+def this_machine(rates: Rates, *, bf16: bool) -> Machine:
+    """The processor as the device, as measured."""
+    gemm = rates.gemm_bf16_flop_s if bf16 else rates.gemm_fp32_flop_s
+    return Machine(
+        name="cpu", flop_s=gemm, peak_flop_s=gemm, memory_bytes_s=rates.triad_bytes_s,
+        link_bytes_s=rates.copy_bytes_s, adamw_bytes_s=rates.adamw_lane_bytes_s,
+        disk_bytes_s=rates.disk.both_bytes_s if rates.disk else None,
+        basis=dict.fromkeys(("compute", "link", "adamw", "disk"), "measured here, each alone"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What is open to choose; the fields are options of `megaslide.stream`."""
+
+    state_format: StateFormat = "split"
+    slots: int = 2
+    micro_batches: int = 1
+    activations: str = "device"
+    tier: str = "ram"
+    gradient_tier: str = "ram"
+    clip: bool = True
+    ema: bool = False
+
+    def __str__(self) -> str:
+        state = f"state in {self.tier} as {self.state_format}"
+        many = "es" if self.micro_batches > 1 else ""
+        return f"{state}, inputs on {self.activations}, {self.micro_batches} micro-batch{many}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One choice on one machine."""
+
+    machine: Machine
+    choice: Choice
+    costs: ModelCosts
+    store: StorePlan
+    device: Mapping[str, int]
+    """Bytes on the device at the peak, by kind; `working` is one block's, an estimate."""
+    ram: Mapping[str, int]
+    disk: Mapping[str, int]
+    simulated: Simulated
+
+    @property
+    def flop(self) -> int:
+        """Of a step, recompute included."""
+        return self.costs.flop * self.choice.micro_batches
+
+    @property
+    def mfu(self) -> float:
+        """Forward and backward FLOP of the model, recompute left out, over the peak."""
+        useful = (self.costs.flop - self.costs.recompute_flop) * self.choice.micro_batches
+        return useful / (self.simulated.step_s * self.machine.peak_flop_s)
+
+    @property
+    def shortfall(self) -> dict[str, int]:
+        """Bytes that are missing, by place; empty where everything fits."""
+        machine = self.machine
+        places = {
+            "device": (self.device, machine.device_bytes), "RAM": (self.ram, machine.ram_bytes),
+            "disk": (self.disk, machine.disk_bytes),
+        }  # fmt: skip
+        missing = {n: sum(need.values()) - (room or 0) for n, (need, room) in places.items()
+                   if room is not None}  # fmt: skip
+        return {name: nbytes for name, nbytes in missing.items() if nbytes > 0}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, JSON-ready."""
+        lanes, step_s = self.simulated.lanes, self.simulated.step_s
+        steps = lanes.seconds / step_s
+        return {
+            "machine": self.machine.name,
+            "params": self.costs.parameters,
+            "state_bytes": sum(n for k, n in self.store.kinds.items() if k != "gradients"),
+            "h2d_bytes_per_step": round(lanes.nbytes["h2d"] / steps),
+            "d2h_bytes_per_step": round(lanes.nbytes["d2h"] / steps),
+            "flop_per_step": self.flop,
+            "step_s": step_s,
+            "busy_s": {lane: s / steps for lane, s in lanes.busy_s.items()},
+            "bound": self.simulated.bound,
+            "overlap": lanes.overlap,
+            "mfu": self.mfu,
+            "device_peak_bytes": sum(self.device.values()),
+            "device_bytes": dict(self.device),
+            "ram_bytes": dict(self.ram),
+            "disk_bytes": dict(self.disk),
+            "fits": not self.shortfall,
+            "shortfall": self.shortfall,
+            "choice": {name: getattr(self.choice, name) for name in Choice.__slots__},
+            "basis": dict(self.machine.basis),
+        }
+
+
+def make_plan(
+    costs: ModelCosts, machine: Machine, choice: Choice, *, synchronous: bool = False
+) -> Plan:
+    """Plan a step; `costs` are those of one micro-batch."""
+    settings = _settings(choice)
+    store = costs.store(settings)
+    schedule = Schedule(
+        slots=choice.slots, micro_batches=choice.micro_batches, clip=choice.clip,
+        activations=choice.activations, tier=settings.tier, gradient_tier=settings.gradient_tier,
+        synchronous=synchronous,
+    )  # fmt: skip
+    loads = [_load(costs, unit, machine, choice) for unit in range(len(costs.units))]
+    away = _inputs_away(costs, choice)
+    return Plan(
+        machine=machine, choice=choice, costs=costs, store=store,
+        device=_device_bytes(costs, choice),
+        ram={"state": store.ram_bytes} | ({"inputs": away} if choice.activations == "host" else {}),
+        disk=({"state": store.disk_bytes} if store.disk_bytes else {})
+        | ({"inputs": away} if choice.activations == "disk" else {}),
+        simulated=simulate(loads, schedule),
+    )  # fmt: skip
+
+
+def alternatives(plan: Plan) -> list[tuple[str, Plan]]:
+    """Plans one change away, each with the change in words: what fits first, then the fastest.
+
+    Speed is per micro-batch, since more of them are more work done.
+    """
+    choice, found = plan.choice, []
+    changes: dict[str, Choice] = {
+        f"offload.state_format={other}": replace(choice, state_format=other)
+        for other in FORMATS if other != choice.state_format
+    }  # fmt: skip
+    for place in ("device", "host", "disk"):
+        changes[f"offload.activations={place}"] = replace(choice, activations=place)
+    for factor in (2, 4):
+        more = factor * choice.micro_batches
+        changes[f"{more} micro-batches per step"] = replace(choice, micro_batches=more)
+    changes["offload.tier=disk"] = replace(choice, tier="disk")
+    spilled = replace(choice, tier="disk", gradient_tier="disk")
+    changes["offload.tier=disk offload.gradient_tier=disk"] = spilled
+    for words, other in changes.items():
+        needs_disk = "disk" in (other.tier, other.activations)
+        if other != choice and not (needs_disk and plan.machine.disk_bytes_s is None):
+            found.append((words, make_plan(plan.costs, plan.machine, other)))
+    return sorted(found, key=lambda item: (sum(item[1].shortfall.values()), pace(item[1])))
+
+
+def pace(plan: Plan) -> float:
+    """Seconds per micro-batch."""
+    return plan.simulated.step_s / plan.choice.micro_batches
+
+
+def _settings(choice: Choice) -> StoreSettings:
+    return StoreSettings(
+        tier=choice.tier, gradient_tier=choice.gradient_tier,  # type: ignore[arg-type]
+        state_format=choice.state_format, ema=choice.ema, disk_path=Path(),
+    )  # fmt: skip
+
+
+def _inputs_away(costs: ModelCosts, choice: Choice) -> int:
+    """Bytes of boundary activations that leave; the last block's stay."""
+    last = costs.units[costs.order[-1]].boundary_bytes
+    own = sum(unit.boundary_bytes for unit in costs.units)
+    return choice.micro_batches * (own - last)
+
+
+def _device_bytes(costs: ModelCosts, choice: Choice) -> dict[str, int]:
+    """Peak by kind. Away from the device, two blocks' inputs are still there: the one that
+    computes and the one that leaves or returns."""
+    blocks, count = costs.units[1:], choice.micro_batches
+    inputs = sum(unit.boundary_bytes for unit in blocks)
+    if choice.activations != "device":
+        inputs = min(inputs, 3 * max(unit.boundary_bytes for unit in blocks))
+    return costs.arenas(choice.slots) | {
+        "inputs": count * (inputs + costs.shared_bytes),
+        "working": max(unit.working_bytes for unit in blocks)
+        + count * costs.units[0].working_bytes,
+    }
+
+
+def _load(costs: ModelCosts, index: int, machine: Machine, choice: Choice) -> UnitLoad:
+    unit, layout = costs.units[index], costs.layouts[index]
+
+    def moved(nbytes: int, rate: float | None) -> Load:
+        return Load(seconds=nbytes / rate if rate else 0.0, nbytes=nbytes)
+
+    touched = 4 * GRADIENT_PASSES * layout.num_elements / machine.memory_bytes_s
+    inputs = unit.boundary_bytes * choice.micro_batches
+    slowest = machine.link_bytes_s
+    if choice.activations == "disk" and machine.disk_bytes_s:
+        slowest = min(slowest, machine.disk_bytes_s)
+    kinds = planned_bytes([layout], state_format=choice.state_format, ema=choice.ema)
+    state = sum(n for kind, n in kinds.items() if kind != "gradients")
+    gradients = kinds.get("gradients", 0) if choice.gradient_tier == "disk" else 0
+    disk = machine.disk_bytes_s
+    return UnitLoad(
+        **_compute(unit, machine),
+        clear_s=touched / 2, round_s=touched / 2,
+        h2d=moved(unit.weight_bytes, machine.link_bytes_s),
+        d2h=moved(unit.gradient_bytes, machine.link_bytes_s),
+        adamw=moved(_adamw_bytes(layout, choice), machine.adamw_bytes_s),
+        activation=moved(inputs, slowest),
+        disk_weights=moved(unit.weight_bytes, disk),
+        disk_read=moved(state + gradients, disk),
+        disk_write=moved(state, disk),
+        disk_gradients=moved(gradients, disk),
+    )  # fmt: skip
+
+
+def _compute(unit: UnitCosts, machine: Machine) -> dict[str, float]:
+    passes = ("forward", "recompute", "backward")
+    return {f"{name}_s": getattr(unit, f"{name}_flop") / machine.flop_s for name in passes}
+
+
+def _adamw_bytes(layout: UnitLayout, choice: Choice) -> int:
+    """Everything is read, and all but the gradients written."""
+    if not layout.trainable:
+        return 0
+    kinds = planned_bytes([layout], state_format=choice.state_format, ema=choice.ema)
+    return 2 * sum(kinds.values()) - kinds["gradients"]

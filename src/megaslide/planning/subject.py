@@ -1,0 +1,171 @@
+"""What a plan is about: a preset by its name, a run's config, or a pretrained model's folder.
+
+All three become a network on the meta device and the shapes of one micro-batch; nothing is loaded.
+
+Shapes: latents [B, C, T, H, W], text [B, L, D].
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megaslide.config import Config, Triple, load_config
+from megaslide.errors import InputError
+from megaslide.models.network import Network, OwnNetwork, network_of, pretrained_network
+from megaslide.models.presets import PRESETS, resolve_config
+from megaslide.planning.costs import ModelCosts, model_costs
+from megaslide.planning.plan import Choice
+
+PRESET_CHANNELS, PRESET_TEXT_DIM = 16, 4096
+"""What the presets' names count with: the latents and the text of today's large models."""
+COMPRESSION: Triple = (4, 8, 8)
+"""Pixels per latent voxel (t, h, w) of today's video autoencoders; the first frame has its own."""
+CLIP: Triple = (81, 480, 832)
+"""Frames, height and width where nobody says: what Wan 2.1 was released with."""
+TEXT_TOKENS = 512
+WINDOW: Triple = (3, 7, 7)
+"""Of the presets' attention, in tokens."""
+NO_AVERAGE = ("train.use_ema=false",)
+"""A large run keeps no moving average unless it is told to: 4 more bytes per parameter."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A network, what one micro-batch of it is, and how the run streams."""
+
+    network: Network
+    dtype: torch.dtype
+    channels: int
+    text_dim: int
+    latents: Triple
+    """T, H, W."""
+    text_tokens: int
+    clips: int
+    """In one micro-batch."""
+    choice: Choice
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch, text not counted."""
+        t, h, w = (n // p for n, p in zip(self.latents, self.network.patch_size, strict=True))
+        return self.clips * t * h * w
+
+    def costs(self) -> ModelCosts:
+        """Of one micro-batch."""
+        with torch.device("meta"):
+            model = self.network.build(self.dtype)
+            inputs = {
+                "hidden_states": torch.empty(self.clips, self.channels, *self.latents),
+                "timestep": torch.empty(self.clips),
+                "encoder_hidden_states": torch.empty(self.clips, self.text_tokens, self.text_dim),
+            }
+        if isinstance(self.network, OwnNetwork):
+            model = model.to(self.dtype)
+            inputs = {key: value.to(self.dtype) for key, value in inputs.items()}
+        call = self.network.denoiser(model, self.dtype)
+        return model_costs(model, inputs, call=call, dtype=self.network.stream_dtype(self.dtype))
+
+
+def subject_of(
+    what: str, overrides: Sequence[str] = (), *, clip: Triple | None = None,
+    compression: Triple = COMPRESSION,
+) -> Subject:  # fmt: skip
+    """The subject of a plan.
+
+    Args:
+        what: a preset's name, a config's YAML file, or the folder of a diffusers pipeline.
+        overrides: `section.key=value`, of the sections that matter to what is named.
+        clip: frames, height, width in pixels; None takes the config's first bucket, or CLIP.
+        compression: pixels per latent voxel where no config names a codec.
+
+    Raises:
+        InputError: none of these, a clip too small for one token, or a config that is refused.
+    """
+    path = Path(what)
+    if path.suffix in (".yaml", ".yml"):
+        return _of_run(load_config(path, list(overrides)), clip)
+    if path.is_dir():
+        return _of_folder(what, overrides, clip or CLIP, compression)
+    if what in PRESETS:
+        return _of_preset(what, overrides, clip or CLIP, compression)
+    raise InputError(
+        f"{what!r} is no preset, no .yaml file and no folder",
+        f"give a config, the folder of a diffusers pipeline, or one of {', '.join(PRESETS)}",
+    )
+
+
+def _of_run(config: Config, clip: Triple | None) -> Subject:
+    from megaslide.data.buckets import fit_buckets
+    from megaslide.data.codecs import build_codec
+
+    codec = build_codec(config.data.codec)
+    network = network_of(config, channels=codec.channels, text_dim=config.data.text.dim)
+    if clip is None:
+        buckets, _ = fit_buckets(config.data.buckets, codec, network.patch_size)
+        clip = buckets[0].size
+    latents = codec.latent_shape(codec.fit_size(clip, network.patch_size))
+    batch = config.train.train_batch_size * config.train.gradient_accumulation_steps
+    clips = config.offload.micro_batch_size or config.train.train_batch_size
+    bf16 = config.train.mixed_precision == "bf16"
+    return Subject(
+        network=network, dtype=torch.bfloat16 if bf16 else torch.float32,
+        channels=codec.channels, text_dim=config.data.text.dim, latents=latents,
+        text_tokens=config.data.text.max_length, clips=clips,
+        choice=_choice(config, -(-batch // clips)),
+    )  # fmt: skip
+
+
+def _of_preset(name: str, overrides: Sequence[str], clip: Triple, compression: Triple) -> Subject:
+    chosen = (f"model.preset={name}", f"attention.window={list(WINDOW)}", *overrides)
+    config = load_config(None, [*NO_AVERAGE, *chosen])
+    sizes = resolve_config(
+        config.model, config.attention, in_channels=PRESET_CHANNELS, text_dim=PRESET_TEXT_DIM
+    )
+    network = OwnNetwork(name=name, config=sizes)
+    return _pretend(network, PRESET_CHANNELS, PRESET_TEXT_DIM, config, clip, compression)
+
+
+def _of_folder(where: str, overrides: Sequence[str], clip: Triple, compression: Triple) -> Subject:
+    named = f"model.pretrained_model_name_or_path={where}"
+    config = load_config(None, [*NO_AVERAGE, named, *overrides])
+    network = pretrained_network(config)
+    family = network.family
+    return _pretend(network, family.channels, family.text_dim, config, clip, compression)
+
+
+def _pretend(
+    network: Network, channels: int, text_dim: int, config: Config, clip: Triple,
+    compression: Triple,
+) -> Subject:  # fmt: skip
+    return Subject(
+        network=network, dtype=torch.bfloat16, channels=channels, text_dim=text_dim,
+        latents=_latents(clip, compression, network.patch_size), text_tokens=TEXT_TOKENS,
+        clips=config.offload.micro_batch_size or 1,
+        choice=_choice(config, config.train.gradient_accumulation_steps),
+    )  # fmt: skip
+
+
+def _latents(clip: Triple, compression: Triple, patch_size: Triple) -> Triple:
+    """T, H, W: the first frame alone, then groups; cut to whole patches."""
+    frames, height, width = clip
+    voxels = ((frames - 1) // compression[0] + 1, height // compression[1], width // compression[2])
+    t, h, w = (n // p * p for n, p in zip(voxels, patch_size, strict=True))
+    if min(t, h, w) < 1:
+        raise InputError(
+            f"a clip of {frames} frames, {height}x{width}, is no whole token: a token is "
+            f"{patch_size} voxels of {compression} pixels",
+            "give more frames or pixels",
+        )
+    return t, h, w
+
+
+def _choice(config: Config, micro_batches: int) -> Choice:
+    offload = config.offload
+    return Choice(
+        state_format=offload.state_format, slots=offload.slots, micro_batches=micro_batches,
+        activations="device" if offload.activations == "auto" else offload.activations,
+        tier=offload.tier, gradient_tier=offload.gradient_tier,
+        clip=config.optim.max_grad_norm is not None, ema=config.train.use_ema,
+    )  # fmt: skip
