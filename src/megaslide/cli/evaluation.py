@@ -10,7 +10,7 @@ from megaslide.cli.refusals import writes_to
 
 
 def evaluate(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Clips or folders.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Clips or folders.")],
     prompts: Annotated[
         Path | None, typer.Option(help="JSON, JSONL or CSV. Default: what lies beside the clips.")
     ] = None,
