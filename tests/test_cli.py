@@ -127,7 +127,7 @@ def run_process(*arguments: str, code: str | None = None) -> subprocess.Complete
 def test_help_lists_every_verb_within_80_columns() -> None:
     result = run_process("--help")
     assert result.returncode == 0, result.stderr
-    for verb in ("demo", "prepare", "train", "sample", "info"):
+    for verb in ("demo", "prepare", "train", "sample", "eval", "info"):
         assert f"\n  {verb} " in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "..." not in result.stdout.partition("Commands:")[2], "a description is cut off"
@@ -142,7 +142,7 @@ def test_help_answers_at_once() -> None:
     assert min(seconds() for _ in range(3)) < 0.5
 
 
-@pytest.mark.parametrize("verb", ["demo", "prepare", "train", "sample", "info"])
+@pytest.mark.parametrize("verb", ["demo", "prepare", "train", "sample", "eval", "info"])
 def test_each_verb_has_help(verb: str) -> None:
     result = run(verb, "--help")
     assert result.exit_code == 0

@@ -27,6 +27,7 @@ from megaslide.cli.display import (
     size,
     status,
 )
+from megaslide.cli.evaluation import evaluate
 from megaslide.cli.plan import plan
 from megaslide.cli.refusals import Verbs, fail, writes_to
 from megaslide.errors import InputError
@@ -192,6 +193,9 @@ def sample(
         )
     for path in paths:
         typer.echo(path)
+
+
+app.command("eval")(evaluate)
 
 
 @app.command()

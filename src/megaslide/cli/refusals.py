@@ -17,7 +17,14 @@ from typer.core import TyperGroup
 from megaslide.cli.display import size
 from megaslide.errors import InputError, is_disk_full
 
-DISK_REFUSES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
+DISK_REFUSES = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,  # a file where a folder should be made
+)
 
 
 class Verbs(TyperGroup):

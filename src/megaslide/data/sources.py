@@ -158,9 +158,9 @@ def _read_caption(file: Path | None, clip: Path) -> tuple[str | None, str]:
 def _from_metadata(metadata: Path, found: SourceList) -> Iterator[_Entry]:
     """Entries of the listed files, in file order; files that do not exist are skipped."""
     listed = set()
-    for line, row in _rows(metadata):
+    for line, row in metadata_rows(metadata):
         where = f"{metadata}, line {line}"
-        name = _pick(row, PATH_KEYS)
+        name = first_text(row, PATH_KEYS)
         if name is None:
             keys = ", ".join(map(str, row))
             raise InputError(
@@ -172,7 +172,7 @@ def _from_metadata(metadata: Path, found: SourceList) -> Iterator[_Entry]:
             continue
         listed.add(file.resolve())
         why = f"{metadata.name} line {line} has no {'/'.join(CAPTION_KEYS)}"
-        yield _Entry(file, Path(name).as_posix(), _pick(row, CAPTION_KEYS), why)
+        yield _Entry(file, Path(name).as_posix(), first_text(row, CAPTION_KEYS), why)
     others = [
         file
         for file in metadata.parent.iterdir()
@@ -182,7 +182,7 @@ def _from_metadata(metadata: Path, found: SourceList) -> Iterator[_Entry]:
         found.notes.append(f"{len(others)} videos beside {metadata.name} are not listed in it")
 
 
-def _rows(metadata: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def metadata_rows(metadata: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, row) pairs of a JSONL or CSV file."""
     try:
         text = metadata.read_text(encoding="utf-8-sig")
@@ -213,7 +213,7 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
     return row
 
 
-def _pick(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
+def first_text(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
     """First non-blank text among `keys`."""
     for key in keys:
         value = row.get(key)

@@ -11,6 +11,7 @@ Shapes: T frames, H height, W width; frames are uint8 RGB `[T, H, W, 3]`, positi
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 
 from megaslide.data.video import Frames, write_video
 
-_DIRECTIONS = {
+DIRECTIONS = {
     "right": (0, 1),
     "right and down": (1, 1),
     "down": (1, 0),
@@ -31,7 +32,7 @@ _DIRECTIONS = {
     "right and up": (-1, 1),
 }
 """Caption of each direction and its (y, x) step, y downwards."""
-_SPRITE_SHARE = 0.42
+SPRITE_SHARE = 0.42
 """Side of the sprite, its blank margin included, over the shorter side of the frame."""
 _CELLS = 8 + 2
 """Cells along a side: the scan's 8 and a blank margin, into which strokes at its edge fade."""
@@ -87,11 +88,11 @@ def sprite_clip(
     rng = np.random.default_rng([seed, index])
     images, labels = _digits()
     choice = int(rng.integers(len(images)))
-    direction = tuple(_DIRECTIONS)[int(rng.integers(len(_DIRECTIONS)))]
+    direction = tuple(DIRECTIONS)[int(rng.integers(len(DIRECTIONS)))]
     pixels_per_frame = float(rng.uniform(*speed))
-    step = np.asarray(_DIRECTIONS[direction], dtype=np.float64)
+    step = np.asarray(DIRECTIONS[direction], dtype=np.float64)
     velocity = step / np.linalg.norm(step) * pixels_per_frame
-    side = _SPRITE_SHARE * min(size)
+    side = SPRITE_SHARE * min(size)
     positions = _trajectory(rng, np.asarray(size, dtype=np.float64), side, velocity, frames)
     background, colour = _background(rng, height, width), _bright_colour(rng)
     alphas = np.stack([_draw(images[choice], position, side, size) for position in positions])
@@ -105,6 +106,25 @@ def sprite_clip(
         direction=direction,
         caption=f"digit {labels[choice]} moving {direction}{word}",
     )
+
+
+def parse_caption(caption: str) -> tuple[int, str] | None:
+    """(digit, direction) that a caption of this module asks for; None for any other text."""
+    words = "|".join(sorted(DIRECTIONS, key=len, reverse=True))
+    found = re.match(rf"digit ([0-9]) moving ({words})( slowly| quickly)?$", caption.strip())
+    return (int(found[1]), found[2]) if found else None
+
+
+@lru_cache(maxsize=2)
+def digit_gallery(side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Every digit as it is drawn at `side` pixels: opacities `[1797, side, side]` and labels.
+
+    Raises:
+        ImportError: scikit-learn is missing.
+    """
+    images, labels = _digits()
+    centre = np.full(2, (side - 1) / 2)
+    return np.stack([_draw(image, centre, side, (side, side)) for image in images]), labels
 
 
 def write_sprites(

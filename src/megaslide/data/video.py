@@ -27,6 +27,7 @@ __all__ = [
     "UnreadableVideoError",
     "VideoInfo",
     "contact_sheet",
+    "header_fps",
     "iterate_frames",
     "probe",
     "read_clip",
@@ -182,19 +183,27 @@ def read_clip(path: Path, *, start: int = 0, frames: int | None = None) -> Frame
     return np.stack(kept)
 
 
-def iterate_frames(path: Path) -> Iterator[np.ndarray]:
-    """Every frame that decodes, upright, uint8 RGB `[H, W, 3]`, one at a time."""
+def header_fps(path: Path) -> float:
+    """Mean frame rate as the header states it; 0 where it does not."""
+    with _open_video(path) as (_, stream):
+        return float(stream.average_rate or 0)
+
+
+def iterate_frames(path: Path, *, plain: bool = False) -> Iterator[np.ndarray]:
+    """Every frame that decodes, upright, uint8 RGB `[H, W, 3]`, one at a time.
+
+    Args:
+        path: the video.
+        plain: convert colours as libswscale does when told nothing, which is what OpenCV's reader
+            shows: for figures that must equal those of programs built on it.
+    """
     from av.video.reformatter import VideoReformatter
 
     converter = VideoReformatter()
     with _open_video(path) as (container, stream):
         for frame in _decode(path, container, stream):
-            rgb = converter.reformat(
-                frame,
-                format="rgb24",
-                src_colorspace=_matrix(frame),
-                interpolation=_smooth_chroma(),
-            )
+            how = {} if plain else _careful(frame)
+            rgb = converter.reformat(frame, format="rgb24", **how)
             yield np.ascontiguousarray(np.rot90(rgb.to_ndarray(), _rotation(frame) // 90))
 
 
@@ -291,6 +300,11 @@ def _decode(path: Path, container: Any, stream: Any) -> Iterator[Any]:
 def _rotation(frame: Any) -> int:
     """Counter-clockwise quarter turns of the display matrix, in degrees 0 to 270."""
     return round((frame.rotation or 0) / 90) * 90 % 360
+
+
+def _careful(frame: Any) -> dict[str, Any]:
+    """How to convert a frame's colours so that they are right and smooth."""
+    return {"src_colorspace": _matrix(frame), "interpolation": _smooth_chroma()}
 
 
 def _matrix(frame: Any) -> Any:

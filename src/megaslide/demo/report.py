@@ -5,10 +5,8 @@ data and the charts are inline SVG. No figure is written here: text changes with
 a figure that was not passed is left out instead of being guessed.
 """
 
-import base64
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -36,10 +34,8 @@ from megaslide.demo.quantities import (
     label_of,
     text_of,
 )
+from megaslide.pages import Clips, clip_gallery, rows, write_page
 from megaslide.tracing import Span
-
-Clips = Sequence[tuple[str, Path]]
-"""(caption, path of an mp4)."""
 
 _TEMPLATE = Template(resources.files("megaslide.demo").joinpath("report.html").read_text("utf-8"))
 
@@ -82,23 +78,19 @@ def write_report(
         KeyError: `memory` has no `state`.
     """
     on_cpu = summary.get("device") == "cpu"
-    text = _TEMPLATE.substitute(
+    body = _TEMPLATE.substitute(
         _story(summary, memory, spans, on_cpu),
-        title=escape(title),
         loss_chart=loss_chart(losses, summary.get("val_loss_zero")),
-        clips=_clips("From the training set", training_examples) + _clips("Generated", samples)
+        clips=clip_gallery("From the training set", training_examples)
+        + clip_gallery("Generated", samples)
         or "<p class='empty'>No clips were recorded.</p>",
         memory_bars=memory_bars(memory),
         timeline=timeline(spans),
-        figures=_rows((label_of(key), _figure(key, value)) for key, value in summary.items()),
-        machine=_rows((name, escape(str(value))) for name, value in (machine or {}).items()),
+        figures=rows((label_of(key), _figure(key, value)) for key, value in summary.items()),
+        machine=rows((name, escape(str(value))) for name, value in (machine or {}).items()),
         config=_config(config),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".partial-{path.name}")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)
-    return path
+    return write_page(path, title=title, body=body, footer=_FOOTER)
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
@@ -140,7 +132,6 @@ def _story(
         "clips_note": _CLIPS_NOTE,
         "memory_note": _memory_note(memory, on_cpu),
         "timeline_note": _timeline_note(spans, on_cpu),
-        "footer": _FOOTER,
     }
 
 
@@ -253,27 +244,6 @@ def _unbroken(quantity: str) -> str:
 
 
 # --- pieces of the page -----------------------------------------------------------------------
-
-
-def _clips(heading: str, clips: Clips) -> str:
-    if not clips:
-        return ""
-    figures = (
-        f"<figure><video autoplay loop muted playsinline src='{_data_uri(path)}' "
-        f"aria-label='{escape(caption)}'></video>"
-        f"<figcaption>{escape(caption) or '<i>no caption</i>'}</figcaption></figure>"
-        for caption, path in clips
-    )
-    return f"<h3>{heading}</h3><div class='clips'>{''.join(figures)}</div>"
-
-
-def _data_uri(path: Path) -> str:
-    return "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode("ascii")
-
-
-def _rows(pairs: Iterable[tuple[str, str]]) -> str:
-    """Table rows; names are text, values are HTML."""
-    return "".join(f"<tr><td>{escape(name)}</td><td>{value}</td></tr>" for name, value in pairs)
 
 
 def _config(config: Config | None) -> str:
