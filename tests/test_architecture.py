@@ -2,7 +2,8 @@
 
 Levels are those of docs/architecture.md. From sampling upwards every part has a level of its own
 (training uses sampling, the demo uses both), because a trainer that samples through an injected
-callback reads worse than one that imports the sampler.
+callback reads worse than one that imports the sampler. Planning stands on streaming, whose own
+arithmetic of bytes it uses.
 """
 
 import ast
@@ -16,8 +17,8 @@ LEVELS = {
     "errors": 0, "tracing": 0,
     "config": 1,
     "ops": 2, "runs": 2, "weights": 2,
-    "models": 3, "streaming": 3, "diffusion": 3, "data": 3, "planning": 3,
-    "sampling": 4, "evaluation": 4,
+    "models": 3, "streaming": 3, "diffusion": 3, "data": 3,
+    "sampling": 4, "evaluation": 4, "planning": 4,
     "training": 5,
     "demo": 6,
     "cli": 7, "__init__": 7,

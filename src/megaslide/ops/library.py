@@ -9,11 +9,22 @@ import functools
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
 
-__all__ = ["ABI_VERSION", "BUILD_COMMAND", "check_status", "load", "why_absent"]
+__all__ = [
+    "ABI_VERSION",
+    "BUILD_COMMAND",
+    "check_status",
+    "counting_only",
+    "is_counting_only",
+    "load",
+    "why_absent",
+]
 
 ABI_VERSION = 3
 """MEGASLIDE_ABI_VERSION of csrc/include/megaslide.h that this package is written for."""
@@ -25,6 +36,8 @@ PATH_VARIABLE = "MEGASLIDE_NATIVE_LIBRARY"
 """Environment variable with the path of a library to load instead of the package's own."""
 
 logger = logging.getLogger(__name__)
+
+_counting: ContextVar[bool] = ContextVar("counting", default=False)
 
 
 def load() -> ctypes.CDLL:
@@ -43,6 +56,26 @@ def load() -> ctypes.CDLL:
 def why_absent() -> str | None:
     """Why `load()` would fail, or None. The first failure of a process is logged as a warning."""
     return _open()[1]
+
+
+@contextmanager
+def counting_only() -> Iterator[None]:
+    """Within, operators take their native kernels, whatever there is: nothing runs.
+
+    For tensors without data. What a model costs must not depend on whether the machine that counts
+    has a compiler, and the references would be counted by the million of their small steps.
+    """
+    token = _counting.set(True)
+    try:
+        yield
+    finally:
+        _counting.reset(token)
+
+
+@torch.compiler.assume_constant_result
+def is_counting_only() -> bool:
+    """Whether the caller is within `counting_only`."""
+    return _counting.get()
 
 
 def check_status(status: int) -> None:
