@@ -27,11 +27,12 @@ from megaslide.ops import library
 from megaslide.ops.adamw import BLOCK8, AdamWSettings, AdamWState, adamw_
 from megaslide.ops.adamw.reference import join_master, split_master_
 from megaslide.planning.hardware import package_version, probe
+from megaslide.planning.rates import ADAMW_BYTES, TRIAD_BYTES, triad_
 
 SETTINGS = AdamWSettings(lr=1e-5)
 RELATIVE = 1e-6
-BYTES = {"triad": 12, "split": 14 + 12, "split8": 8 + 6 + 16 / BLOCK8}
-"""Read and written per element; split: w2 r2 m4 v4 g2 and w2 r2 m4 v4; triad: 8 and 4."""
+BYTES = {"triad": TRIAD_BYTES, "split": ADAMW_BYTES, "split8": 8 + 6 + 16 / BLOCK8}
+"""Read and written per element; split8 reads a code for each moment and writes it."""
 
 
 def new_state(master: Tensor, *, coded: bool) -> AdamWState:
@@ -82,15 +83,7 @@ def check_results(threads: int) -> None:
 
 def triad(n: int, threads: int) -> Callable[[], None]:
     a, b, c = torch.zeros(n), torch.ones(n), torch.ones(n)
-
-    def run() -> None:
-        status = library.load().megaslide_triad(
-            *(ctypes.c_void_p(x.data_ptr()) for x in (a, b, c)),
-            ctypes.c_float(3.0), ctypes.c_int64(n), ctypes.c_int32(threads),
-        )  # fmt: skip
-        library.check_status(status)
-
-    return run
+    return lambda: triad_(a, b, c, threads)
 
 
 def ours(grad: Tensor, threads: int, *, coded: bool) -> Callable[[], None]:

@@ -13,7 +13,6 @@ import argparse
 import json
 import resource
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,19 +24,16 @@ from torch.nn import functional
 
 from megaslide.ops.adamw import AdamWSettings
 from megaslide.planning.hardware import probe
+from megaslide.planning.rates import disk_rates
 from megaslide.streaming import StreamedModel, stream
-from megaslide.streaming.disk import RecordFile
 from megaslide.streaming.filling import reset_parameters
 from megaslide.streaming.gradients import Landed
 from megaslide.streaming.layout import find_blocks, plan_units
-from megaslide.streaming.memory import host_memory
 from megaslide.streaming.optimizer import StreamedAdamW
 from megaslide.streaming.store import Store, StoreSettings
 from megaslide.tracing import Trace
 
 RELATIVE = 1e-6
-CHUNK = 16 << 20
-"""Bytes of one transfer, as AdamW's fp32 moments are read and written."""
 
 
 class Block(nn.Module):
@@ -197,29 +193,9 @@ def slowest_lane(result: dict[str, Any]) -> dict[str, float]:
     return lanes | {"slowest_lane_s": slowest, "step_over_lane": result["step_s"] / slowest}
 
 
-def disk_gb_s(folder: Path, nbytes: int = 2 << 30) -> float:
-    """Bytes per second, both ways together, of one thread that reads and one that writes."""
-    file = RecordFile(folder, 2 * nbytes)
-
-    def work(call: Callable[[Tensor, int], None], first: int) -> None:
-        memory = host_memory(CHUNK)
-        memory.random_(0, 256)
-        for at in range(first, first + nbytes, CHUNK):
-            call(memory, at)
-
-    work(file.write, 0)  # what was never written is not read from the disk
-    threads = [
-        threading.Thread(target=work, args=(file.read, 0)),
-        threading.Thread(target=work, args=(file.write, nbytes)),
-    ]
-    start = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seconds = time.perf_counter() - start
-    file.close()
-    return 2 * nbytes / seconds / 1e9
+def disk_gb_s(folder: Path) -> float:
+    """Both ways together, over 2 GB each."""
+    return disk_rates(folder, 2 << 30, seconds=float("inf")).both_bytes_s / 1e9
 
 
 def adamw_parameters_per_s(state_format: Any) -> float:

@@ -318,6 +318,64 @@ def test_presets_are_named_after_their_counts(monkeypatch: pytest.MonkeyPatch) -
     assert max(map(len, table.splitlines())) <= 80
 
 
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Stands for the measurement; holds the folders that were asked for."""
+    from megaslide.planning import rates
+
+    folders: list[Path] = []
+
+    def measure_rates(folder: Path, progress: Any) -> rates.Rates:
+        folders.append(folder)
+        progress(0, 1, "matrix products")
+        progress(1, 1, "")
+        disk = rates.DiskRates(read_bytes_s=2e9, write_bytes_s=1.5e9, both_bytes_s=2.5e9)
+        return rates.Rates(
+            threads=2, gemm_fp32_flop_s=1.23e11, gemm_bf16_flop_s=4e12, triad_bytes_s=3e10,
+            adamw_parameters_s=1e9, adamw_bytes_s=2.6e10, adamw_lane_parameters_s=5e8,
+            adamw_lane_bytes_s=1.3e10, copy_bytes_s=8e9, disk=disk,
+        )  # fmt: skip
+
+    monkeypatch.setattr(rates, "measure_rates", measure_rates)
+    return folders
+
+
+def test_probe_shows_rates_with_their_units(
+    probed: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = run("info", "--probe", "--disk", "/somewhere")
+    assert result.exit_code == 0, result.output
+    assert probed == [Path("/somewhere")]
+    assert "123 GFLOP/s in fp32, 4 TFLOP/s in bf16" in result.stdout
+    assert "500 M parameters/s, 13 GB/s" in result.stdout
+    assert "read 2 GB/s, write 1.5 GB/s, both 2.5 GB/s" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "probe 0/1 matrix products" in result.stderr
+
+
+def test_probe_writes_a_record_that_reads_back(probed: list[Path], tmp_path: Path) -> None:
+    from megaslide.planning.rates import Rates
+
+    file = tmp_path / "rates.json"
+    result = run("info", "--probe", "--json", file)
+    assert result.exit_code == 0, result.output
+    assert Rates.from_json(file).to_dict() == json.loads(run("info", "--probe", "--json").stdout)
+
+
+def test_info_refuses_what_it_cannot_do(probed: list[Path], tmp_path: Path) -> None:
+    for arguments, words in (
+        (["--probe", "--schema"], "ask for one of them"),
+        (["rates.json"], "--json rates.json"),
+        (["--probe", "--json", tmp_path / "no" / "file"], f"{tmp_path / 'no' / 'file'}"),
+        (["--probe", "--json", tmp_path], f"{tmp_path}: Is a directory"),
+    ):
+        result = run("info", *arguments)
+        assert result.exit_code == 2
+        assert words in result.stderr
+    assert len(probed) == 1  # refused before anything was measured, where that could be seen
+
+
 def test_model_that_cannot_be_built_is_refused_before_preparing(
     library: Library, config_file: Path
 ) -> None:

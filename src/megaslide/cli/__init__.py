@@ -5,6 +5,7 @@ machine without the optional packages can still ask for help. Exit codes: 0 done
 cannot be used (one message, no traceback), 130 interrupted. Only this folder prints.
 """
 
+import json
 import shlex
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from megaslide.cli.display import (
     machine_grid,
     preset_table,
     print_json,
+    rates_grid,
     size,
     status,
 )
@@ -28,6 +30,8 @@ from megaslide.cli.refusals import Verbs, fail, writes_to
 from megaslide.errors import InputError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from megaslide.config import Config, Triple
     from megaslide.data.prepare import PrepareReport
     from megaslide.models.network import Network
@@ -190,27 +194,59 @@ def sample(
 
 @app.command()
 def info(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="Where --json writes. Default: standard output."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
     presets: Annotated[bool, typer.Option("--presets", help="Sizes of our own model.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="JSON schema of the config.")] = False,
+    rates: Annotated[bool, typer.Option("--probe", help="Measure this machine; seconds.")] = False,
+    disk: Annotated[Path, typer.Option(help="Folder whose disk --probe measures.")] = Path(),
 ) -> None:
-    """Show this machine, the software on it, and what can run."""
-    if presets and schema:
-        raise InputError("--presets and --schema together", "ask for one of them")
-    if schema:
+    """Show this machine, the software on it, and what can run.
+
+    `megaslide info --probe --json rates.json` keeps what was measured for a plan.
+    """
+    asked = [n for n, on in (("presets", presets), ("schema", schema), ("probe", rates)) if on]
+    if len(asked) > 1:
+        raise InputError(" and ".join(f"--{name}" for name in asked), "ask for one of them")
+    if file is not None and not as_json:
+        raise InputError(f"{file}: what to do with it?", f"to write there: --json {file}")
+    if file is not None and not file.absolute().parent.is_dir():
+        raise InputError(f"{file}: its folder does not exist", "make it, or write elsewhere")
+    value, shown = _information(asked[0] if asked else "machine", disk)
+    if file is not None:
+        with writes_to(file):
+            file.write_text(json.dumps(value, indent=2) + "\n")
+        typer.echo(f"written: {file}")
+    elif as_json or shown is None:
+        print_json(value)
+    else:
+        console().print(shown)
+
+
+def _information(what: str, disk: Path) -> "tuple[Any, Table | None]":
+    """The record, and how it looks on a screen, if not as JSON there too."""
+    if what == "schema":
         from megaslide.config import Config
 
-        print_json(Config.model_json_schema())
-    elif presets:
+        return Config.model_json_schema(), None
+    if what == "presets":
         with status("counting parameters"):
             rows = _presets()
-        print_json(rows) if as_json else console().print(preset_table(rows))
-    else:
-        with status("reading the machine"):
-            from megaslide.planning.hardware import probe
+        return rows, preset_table(rows)
+    if what == "probe":
+        with status("loading torch"):
+            from megaslide.planning.rates import measure_rates
+        with Meter("probe") as meter:
+            rates = measure_rates(disk, progress=meter)
+        return rates.to_dict(), rates_grid(rates)
+    with status("reading the machine"):
+        from megaslide.planning.hardware import probe
 
-            machine = probe()
-        print_json(machine.to_dict()) if as_json else console().print(machine_grid(machine))
+        machine = probe()
+    return machine.to_dict(), machine_grid(machine)
 
 
 # -- data and training ----------------------------------------------------------------------------

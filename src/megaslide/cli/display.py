@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from megaslide.planning.hardware import Machine
+    from megaslide.planning.rates import Rates
 
 PLAIN_LINE_SECONDS = 10.0
 WATCHED = {
@@ -137,6 +138,27 @@ def machine_grid(machine: "Machine") -> "Table":
     )
 
 
+def rates_grid(rates: "Rates") -> "Table":
+    fp32, bf16 = rates.gemm_fp32_flop_s, rates.gemm_bf16_flop_s
+    rows = {
+        "threads": str(rates.threads),
+        "matrix products": f"{rate(fp32, 'FLOP')} in fp32, {rate(bf16, 'FLOP')} in bf16",
+        "memory": f"{rate(rates.triad_bytes_s, 'B')} (triad)",
+        "adamw": f"{rate(rates.adamw_parameters_s, ' parameters')}, "
+        f"{rate(rates.adamw_bytes_s, 'B')}",
+        "adamw, 1 thread": f"{rate(rates.adamw_lane_parameters_s, ' parameters')}, "
+        f"{rate(rates.adamw_lane_bytes_s, 'B')}",
+        "copy, 1 thread": rate(rates.copy_bytes_s, "B"),
+    }
+    if rates.disk is not None:
+        disk = rates.disk
+        rows["disk"] = (
+            f"read {rate(disk.read_bytes_s, 'B')}, write {rate(disk.write_bytes_s, 'B')}, "
+            f"both {rate(disk.both_bytes_s, 'B')}"
+        )
+    return grid(rows)
+
+
 def preset_table(rows: list[dict[str, Any]]) -> "Table":
     """One line a preset; the state is what training keeps in host memory."""
     from rich.table import Table
@@ -158,6 +180,11 @@ def count(number: float) -> str:
 def size(number: float) -> str:
     """A number of bytes in decimal units, such as 1.3 GB."""
     return _scaled(number, ("B", "kB", "MB", "GB", "TB"))
+
+
+def rate(number: float, unit: str) -> str:
+    """So many of a unit per second, such as 1.3 GB/s."""
+    return _scaled(number, tuple(power + unit for power in ("", "k", "M", "G", "T", "P"))) + "/s"
 
 
 def _scaled(number: float, units: tuple[str, ...]) -> str:
