@@ -13,6 +13,9 @@ SOURCE = Path(__file__).parent.parent / "src"
 MODULES = (
     "config",
     "planning.hardware",
+    "planning.costs",
+    "planning.devices",
+    "planning.rates",
     "training.logs",
     "ops.deformable_attention",
     "models.dit",

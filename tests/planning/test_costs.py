@@ -17,8 +17,8 @@ from megaslide.config import AttentionConfig, ModelConfig
 from megaslide.errors import InputError
 from megaslide.models.dit import VideoDiT, build_model
 from megaslide.models.network import PretrainedNetwork
-from megaslide.models.pretrained import convert, family_of, find_source
-from megaslide.ops.library import why_absent
+from megaslide.models.pretrained import family_of, find_source
+from megaslide.ops.library import is_counting_only, why_absent
 from megaslide.planning import dry_run
 from megaslide.planning.costs import ModelCosts, model_costs
 from megaslide.streaming import planned_state_bytes, stream
@@ -172,26 +172,6 @@ def test_padding_of_a_mask_counts_as_tokens() -> None:
     assert costs.forward_flop == pytest.approx(forward, rel=0.001)
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens", "width"), [("wan", 60, 24), ("ltx", 240, 24), ("hunyuan", 60, 20)]
-)
-def test_converted_attention_costs_its_window(name: str, tokens: int, width: int) -> None:
-    """Two products of N·K instead of N·N in every converted block, those with text as before."""
-
-    def costs(*layers: int) -> ModelCosts:
-        model = tiny.build(name)
-        if layers:
-            convert(model, AttentionConfig(kind="neighborhood", window=(1, 3, 3), layers=layers))
-        given = on_meta(tiny.MODELS[name].inputs()) | {"return_dict": False}
-        return model_costs(model.to("meta"), given)
-
-    dense, one, both = costs(), costs(1), costs(0, 1)
-    saved = 4 * tiny.B * tokens * (tokens - 9) * width
-    assert dense.forward_flop - one.forward_flop == saved
-    assert dense.forward_flop - both.forward_flop == 2 * saved
-    assert one.parameters == dense.parameters
-
-
 def test_grouped_convolution_counts_its_groups_in_backward() -> None:
     """Each gradient has as many products as the forward."""
 
@@ -216,6 +196,8 @@ def test_costs_do_not_depend_on_whether_kernels_are_built(monkeypatch: pytest.Mo
     monkeypatch.setattr("megaslide.ops.library._open", lambda: (None, "no compiler"))
     assert why_absent() == "no compiler"
     assert costs_of("deformable") == with_library
+    assert costs_of("deformable", backend="reference") == with_library
+    assert not is_counting_only()
 
 
 # -- parameters and bytes -------------------------------------------------------------------------
@@ -330,6 +312,59 @@ def test_observed_peak_is_boundaries_and_one_blocks_work() -> None:
     costs = costs_of("dense")
     planned = costs.boundary_bytes + max(u.working_bytes for u in costs.units[1:])
     assert planned < streamed.device_bytes["activations"] < 1.5 * planned
+
+
+class Pair(torch.nn.Module):
+    """Two streams; the second output has a product of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a = torch.tanh(self.one(a + b))
+        return a, torch.tanh(self.two(b))
+
+
+class Pairs(torch.nn.Module):
+    """What the last block makes of the second stream is not used."""
+
+    def __init__(self, frozen: int = 0) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(6, 6)
+        self.blocks = torch.nn.ModuleList(Pair() for _ in range(3))
+        if frozen:
+            self.embed.requires_grad_(False)
+        for block in self.blocks[:frozen]:
+            block.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = b = self.embed(x)
+        for block in self.blocks:
+            a, b = block(a, b)
+        return a
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_only_what_reaches_the_loss_has_a_backward(frozen: int) -> None:
+    x = torch.randn(5, 6)
+    forward, backward = torch_count(Pairs(frozen), lambda m: m(x).square().mean(), {})
+    costs = model_costs(Pairs(frozen), [x])
+    assert (costs.forward_flop, costs.backward_flop) == (forward, backward)
+    product = 2 * 5 * 6 * 6
+    assert costs.units[3].backward_flop == (2 if frozen == 0 else 1) * product
+
+
+def test_frozen_blocks_before_the_first_that_learns_keep_nothing() -> None:
+    streamed = stream(Pairs(frozen=2), activations="host")
+    streamed(torch.randn(5, 6)).square().mean().backward()
+    streamed.close()
+    names = [s.name for s in streamed.trace.spans if s.name.startswith("recompute")]
+    costs = model_costs(Pairs(frozen=2), [torch.randn(5, 6)])
+    recomputed = [unit.name for unit in costs.units if unit.recompute_flop]
+    assert [f"recompute {name}" for name in recomputed] == names == ["recompute blocks.2"]
+    assert [unit.boundary_bytes for unit in costs.units] == [0, 0, 0, 2 * 5 * 6 * 4]
+    assert [unit.working_bytes > 0 for unit in costs.units[1:]] == [False, False, True]
 
 
 # -- how it is counted ----------------------------------------------------------------------------

@@ -114,10 +114,12 @@ def test_real_run_tells_its_progress_and_leaves_no_file(small: None, tmp_path: P
 
 
 class FakeDisk:
-    """Transfers take the clock's time: 0.25 s to write a chunk, 0.5 s to read one."""
+    """Transfers take the clock's time: 0.25 s to write a chunk, `read_s` to read one."""
 
-    def __init__(self, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.clock, self.lock = clock, threading.Lock()
+    def __init__(
+        self, clock: Clock, monkeypatch: pytest.MonkeyPatch, read_s: float = 0.5
+    ) -> None:  # fmt: skip
+        self.clock, self.lock, self.read_s = clock, threading.Lock(), read_s
         self.written: set[int] = set()
         self.read_before_written: list[int] = []
         monkeypatch.setattr(rates, "time", clock)
@@ -133,7 +135,7 @@ class FakeDisk:
         with self.lock:
             if at not in self.written:
                 self.read_before_written.append(at)
-            self.clock.now += 0.5
+            self.clock.now += self.read_s
 
 
 def test_disk_rates_are_bytes_over_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +151,10 @@ def test_disk_rates_are_bytes_over_time(tmp_path: Path, monkeypatch: pytest.Monk
 def test_slow_disk_ends_the_measurement_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = FakeDisk(Clock(), monkeypatch)
+    disk = FakeDisk(Clock(), monkeypatch, read_s=0.0625)
     found = disk_rates(tmp_path, 64 * CHUNK, seconds=0.6)
     assert disk.clock.now < 104
+    assert found.read_bytes_s == CHUNK / 0.0625
     assert found.write_bytes_s == CHUNK / 0.25
     assert disk.read_before_written == []
 

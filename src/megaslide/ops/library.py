@@ -17,8 +17,14 @@ from pathlib import Path
 import torch
 
 __all__ = [
-    "ABI_VERSION", "BUILD_COMMAND", "assumed_present", "check_status", "load", "why_absent",
-]  # fmt: skip
+    "ABI_VERSION",
+    "BUILD_COMMAND",
+    "check_status",
+    "counting_only",
+    "is_counting_only",
+    "load",
+    "why_absent",
+]
 
 ABI_VERSION = 3
 """MEGASLIDE_ABI_VERSION of csrc/include/megaslide.h that this package is written for."""
@@ -31,7 +37,7 @@ PATH_VARIABLE = "MEGASLIDE_NATIVE_LIBRARY"
 
 logger = logging.getLogger(__name__)
 
-_assumed: ContextVar[bool] = ContextVar("assumed", default=False)
+_counting: ContextVar[bool] = ContextVar("counting", default=False)
 
 
 def load() -> ctypes.CDLL:
@@ -49,21 +55,27 @@ def load() -> ctypes.CDLL:
 @torch.compiler.assume_constant_result
 def why_absent() -> str | None:
     """Why `load()` would fail, or None. The first failure of a process is logged as a warning."""
-    return None if _assumed.get() else _open()[1]
+    return _open()[1]
 
 
 @contextmanager
-def assumed_present() -> Iterator[None]:
-    """Within, operators are chosen as if the library were here.
+def counting_only() -> Iterator[None]:
+    """Within, operators take their native kernels, whatever there is: nothing runs.
 
-    For tensors without data, on which nothing runs: what a model costs must not depend on whether
-    the machine that does the arithmetic has a compiler.
+    For tensors without data. What a model costs must not depend on whether the machine that counts
+    has a compiler, and the references would be counted by the million of their small steps.
     """
-    token = _assumed.set(True)
+    token = _counting.set(True)
     try:
         yield
     finally:
-        _assumed.reset(token)
+        _counting.reset(token)
+
+
+@torch.compiler.assume_constant_result
+def is_counting_only() -> bool:
+    """Whether the caller is within `counting_only`."""
+    return _counting.get()
 
 
 def check_status(status: int) -> None:

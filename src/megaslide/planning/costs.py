@@ -42,9 +42,11 @@ class UnitCosts:
     backward_flop: int
     """Of all its calls, without recompute; forward and backward are otherwise plain autograd's."""
     recompute_flop: int
-    """One more forward for a block; nothing for the resident unit, which keeps its activations."""
+    """One more forward for a block that has a backward; nothing for the resident unit, which keeps
+    its activations."""
     boundary_bytes: int
-    """Inputs that it alone receives, which wait from its forward to its backward."""
+    """Inputs that it alone receives, which wait from its forward to its backward; none for frozen
+    blocks before which nothing learns."""
     working_bytes: int
     """A block: what autograd keeps between its recompute and its backward, inputs not counted,
     the most of its calls. The resident unit: what it keeps from forward to backward.
@@ -126,10 +128,11 @@ def model_costs(
 ) -> ModelCosts:
     """Count a training step of `model` on `inputs`.
 
-    Blocks are recomputed in backward, as they stream. A step of m micro-batches is m times the
-    costs with one micro-batch as inputs, save `working_bytes` of the blocks, which are reused.
-    Where shapes do not tell, the most is taken: every token of a mask counts, and every output of
-    a block has a gradient.
+    Blocks are recomputed in backward, as they stream. For a step of m micro-batches give one as
+    inputs: FLOP and the activations that wait (`boundary_bytes`, and `working_bytes` of the
+    resident unit) are m times as much, weights, gradients and `working_bytes` of blocks are not.
+    Where shapes do not tell, the most is taken: every token of a mask counts. Operators count as
+    their native kernels work, whether those are built here or not.
 
     Args:
         model: any module with repeated blocks, on the meta device or not; unchanged afterwards.
@@ -167,12 +170,12 @@ def _summed(units: Sequence[Unit], done: Pass) -> ModelCosts:
         for storage, nbytes in call.inputs.items()
         if receivers[storage] > 1
     }
-    costs = [_unit_costs(units[0], [done.resident], recompute=False, boundary=0)]
+    costs = [_unit_costs(units[0], [done.resident], boundary=0)]
     for number, unit in enumerate(units[1:], start=1):
         calls = [call for call in done.calls if call.unit == number]
         own = sum(_own_bytes(call, shared) for call in calls)
         work = [call.work for call in calls]
-        costs.append(_unit_costs(unit, work, recompute=True, boundary=own))
+        costs.append(_unit_costs(unit, work, boundary=own))
     return ModelCosts(
         units=tuple(costs), order=tuple(call.unit for call in done.calls),
         shared_bytes=sum(shared.values()), layouts=tuple(unit.layout for unit in units),
@@ -183,10 +186,8 @@ def _own_bytes(call: Call, shared: Mapping[int, int]) -> int:
     return sum(nbytes for storage, nbytes in call.inputs.items() if storage not in shared)
 
 
-def _unit_costs(
-    unit: Unit, calls: Sequence[Work], *, recompute: bool, boundary: int
-) -> UnitCosts:  # fmt: skip
-    layout, forward = unit.layout, sum(work.forward_flop for work in calls)
+def _unit_costs(unit: Unit, calls: Sequence[Work], *, boundary: int) -> UnitCosts:
+    layout = unit.layout
     return UnitCosts(
         name=layout.name,
         calls=len(calls),
@@ -194,9 +195,9 @@ def _unit_costs(
         trainable_parameters=sum(p.numel for p in layout.trainable),
         weight_bytes=layout.weight_nbytes,
         gradient_bytes=layout.gradient_nbytes,
-        forward_flop=forward,
+        forward_flop=sum(work.forward_flop for work in calls),
         backward_flop=sum(work.backward_flop for work in calls),
-        recompute_flop=forward if recompute else 0,
+        recompute_flop=sum(work.recompute_flop for work in calls),
         boundary_bytes=boundary,
         working_bytes=max((work.working_bytes for work in calls), default=0),
     )

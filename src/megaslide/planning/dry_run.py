@@ -10,8 +10,6 @@ models make at construction, and fused attention stays one operator, which keeps
 backward, as on every device that matters.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,28 +18,40 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from megaslide.ops.library import assumed_present
+from megaslide.ops.library import counting_only
+from megaslide.planning.fakes import (
+    Saved,
+    fake_buffers,
+    fake_like,
+    fake_parameters,
+    geometry_of,
+    parameter_at,
+    placed,
+    plain,
+    settings_of,
+    storage_of,
+)
 from megaslide.planning.flops import FlopCounter
-from megaslide.streaming.layout import ParameterUse, Unit
+from megaslide.streaming.layout import Unit
 
 Tensor = torch.Tensor
 _TENSOR = object()
 """Stands for a tensor in flattened results."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Work:
-    """What one pass through a unit takes."""
+    """What one pass through a unit takes; the backward is filled in when it runs, if it does."""
 
     forward_flop: int
-    backward_flop: int
+    backward_flop: int = 0
     """Without the recompute of the forward."""
-    working_bytes: int
-    """What autograd keeps for the backward, parameters and the blocks' inputs left out."""
+    recompute_flop: int = 0
+    working_bytes: int = 0
+    """What autograd keeps for the backward; parameters, buffers and blocks' inputs left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +62,8 @@ class Call:
     """Index among the units; the resident one is 0."""
     work: Work
     inputs: Mapping[int, int]
-    """Bytes of every storage that it receives, by the storage's identity; no parameters."""
+    """Bytes of every storage that it receives, by the storage's identity; no parameters. Empty if
+    nothing before it and in it learns, as then they need not wait for a backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,10 +86,10 @@ def dry_run(
         units: of `plan_units`; the model is as it was when this returns.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, _EverythingKept(), assumed_present(), FlopCounter() as counter:
+    with fake, _EverythingKept(), counting_only(), FlopCounter() as counter:
         run = _DryRun(units, counter)
         with run.in_place(model):
-            return run(call, tree_map(_fake, tuple(args)), tree_map(_fake, dict(kwargs)))
+            return run(call, tree_map(fake_like, tuple(args)), tree_map(fake_like, dict(kwargs)))
 
 
 class _DryRun:
@@ -86,8 +97,8 @@ class _DryRun:
 
     def __init__(self, units: Sequence[Unit], counter: FlopCounter) -> None:
         self._units, self._counter = units, counter
-        self._parameters = [_fake_parameters(unit) for unit in units]
-        self._own = {_storage(p) for unit in self._parameters for p in unit.values()}
+        self._parameters = [fake_parameters(unit) for unit in units]
+        self._own = {storage_of(p) for unit in self._parameters for p in unit.values()}
         self._seen: dict[Hashable, _Trace] = {}
         self._calls: list[Call] = []
         self._held: list[Tensor] = []
@@ -98,18 +109,21 @@ class _DryRun:
     def __call__(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Pass:
-        saved = Saved(self._parameters[0].values())
+        resident = self._units[0].module
+        saved = Saved([*self._parameters[0].values(), *resident.buffers()])
         with torch.enable_grad(), saved.collecting():
             outputs = tree_leaves(call(*args, **kwargs))
         forward = self._counter.total - self._flop_of_blocks
-        before = self._counter.total
-        _backward(outputs, [p for p in self._parameters[0].values() if p.requires_grad])
+        ends = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+        if ends:
+            torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
         inside = {storage for call_ in self._calls for storage in call_.inputs}
-        resident = Work(
-            forward_flop=forward, backward_flop=self._counter.total - before,
+        work = Work(
+            forward_flop=forward,
+            backward_flop=self._counter.total - self._flop_of_blocks - forward,
             working_bytes=saved.nbytes(without=inside),
-        )  # fmt: skip
-        return Pass(resident=resident, calls=tuple(self._calls))
+        )
+        return Pass(resident=work, calls=tuple(self._calls))
 
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
@@ -118,7 +132,7 @@ class _DryRun:
         places = [(use, resident[piece.name]) for use, piece in self._units[0].uses]
         blocks = [unit.module for unit in self._units[1:]]
         before = [vars(block).get("forward") for block in blocks]
-        with _placed(places), _fake_buffers(model):
+        with placed(places), fake_buffers(model):
             for number, block in enumerate(blocks, start=1):
                 block.forward = self._counted(number, block.forward)
             try:
@@ -132,18 +146,31 @@ class _DryRun:
     def _counted(self, unit: int, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             flat, spec = tree_flatten((args, kwargs))
-            external = [_at(use) for use in self._units[unit].external]
+            external = [parameter_at(use) for use in self._units[unit].external]
             inputs = [*(leaf for leaf in flat if isinstance(leaf, Tensor)), *external]
             trace = self._trace(unit, original, flat, spec, inputs)
-            self._calls.append(Call(unit=unit, work=trace.work, inputs=self._storages(inputs)))
-            outputs = _OpaqueBlock.apply(trace, self._anchor, *inputs)
-            return trace.result(outputs)
+            learns = any(t.requires_grad for t in [*inputs, *self._parameters[unit].values()])
+            work = Work(forward_flop=trace.forward_flop)
+            kept = self._storages(inputs) if learns else {}
+            self._calls.append(Call(unit=unit, work=work, inputs=kept))
+            anchor = self._anchor if learns else self._anchor.detach()
+            return trace.result(_OpaqueBlock.apply(self, trace, work, anchor, *inputs))
 
         return forward
 
+    def backward_of(self, trace: "_Trace", work: Work, given: tuple[bool, ...]) -> None:
+        """Fill in the backward of a block whose outputs have gradients where `given`."""
+        before = self._counter.total
+        if given not in trace.backward_flop:
+            trace.run_backward(given)
+            trace.backward_flop[given] = self._counter.total - before
+            self._flop_of_blocks += self._counter.total - before
+        work.backward_flop = trace.backward_flop[given]
+        work.recompute_flop, work.working_bytes = trace.forward_flop, trace.working_bytes
+
     def _storages(self, inputs: Sequence[Tensor]) -> dict[int, int]:
         self._held += inputs
-        storages = {_storage(t): t.untyped_storage().nbytes() for t in inputs}
+        storages = {storage_of(t): t.untyped_storage().nbytes() for t in inputs}
         return {key: nbytes for key, nbytes in storages.items() if key not in self._own}
 
     def _trace(
@@ -151,9 +178,9 @@ class _DryRun:
         inputs: list[Tensor],
     ) -> "_Trace":  # fmt: skip
         weights = self._parameters[unit]
-        rest = tuple(_plain(leaf) for leaf in flat if not isinstance(leaf, Tensor))
-        tensors = tuple(_geometry(t) for t in [*inputs, *weights.values()])
-        key = (_settings_of(self._units[unit].module), spec, rest, tensors)
+        rest = tuple(plain(leaf) for leaf in flat if not isinstance(leaf, Tensor))
+        tensors = tuple(geometry_of(t) for t in [*inputs, *weights.values()])
+        key = (settings_of(self._units[unit].module), spec, rest, tensors)
         if key not in self._seen:
             start = self._counter.total
             self._seen[key] = self._run_block(unit, original, flat, spec, inputs)
@@ -164,26 +191,22 @@ class _DryRun:
         self, unit: int, original: Callable[..., Any], flat: list[Any], spec: TreeSpec,
         inputs: list[Tensor],
     ) -> "_Trace":  # fmt: skip
-        """As the engine does in backward: recompute with grad from detached inputs, then back."""
-        weights, counter = self._parameters[unit], self._counter
+        """As the engine does in backward: the forward with grad, from detached inputs."""
+        weights = self._parameters[unit]
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
         rest = iter(leaves)
         arguments = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in flat]
         args, kwargs = tree_unflatten(arguments, spec)
         places = [(use, weights[piece.name]) for use, piece in self._units[unit].uses]
         places += zip(self._units[unit].external, rest, strict=True)
-        saved = Saved([*leaves, *weights.values()])
-        start = counter.total
-        with torch.enable_grad(), _placed(places), saved.collecting():
+        saved = Saved([*leaves, *weights.values(), *self._units[unit].module.buffers()])
+        start = self._counter.total
+        with torch.enable_grad(), placed(places), saved.collecting():
             result = original(*args, **kwargs)
-        forward = counter.total - start
-        trace = _Trace(result, leaves)
-        _backward(tree_leaves(result), [t for t in [*leaves, *weights.values()] if t.requires_grad])
-        trace.work = Work(
-            forward_flop=forward, backward_flop=counter.total - start - forward,
-            working_bytes=saved.nbytes(),
+        return _Trace(
+            result, leaves, list(weights.values()), working_bytes=saved.nbytes(),
+            forward_flop=self._counter.total - start,
         )  # fmt: skip
-        return trace
 
 
 class _EverythingKept(TorchDispatchMode):
@@ -202,49 +225,41 @@ class _EverythingKept(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Saved:
-    """The storages that autograd keeps for its backward.
-
-    Args:
-        known: tensors whose storages are there anyway and do not count.
-    """
-
-    def __init__(self, known: "Iterator[Tensor] | Sequence[Tensor] | Any") -> None:
-        self._known = {_storage(t) for t in known}
-        self._held: dict[int, Tensor] = {}
-
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        def pack(tensor: Tensor) -> Tensor:
-            self._held.setdefault(_storage(tensor), tensor)
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
-
-    def nbytes(self, without: "set[int] | frozenset[int]" = frozenset()) -> int:
-        """Bytes of the storages kept, each once."""
-        left = self._known | without
-        kept = [t for key, t in self._held.items() if key not in left]
-        return sum(t.untyped_storage().nbytes() for t in kept)
-
-
 class _Trace:
-    """A block's work, and outputs like its own: shapes, and which of them share memory."""
+    """A block that has run: its costs, and outputs like its own, some of which may share memory."""
 
-    work: Work
-
-    def __init__(self, result: Any, inputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, result: Any, inputs: Sequence[Tensor], weights: Sequence[Tensor], *,
+        forward_flop: int, working_bytes: int,
+    ) -> None:  # fmt: skip
+        self.forward_flop, self.working_bytes = forward_flop, working_bytes
+        self.backward_flop: dict[tuple[bool, ...], int] = {}
+        """By which of the outputs have a gradient."""
         leaves, self._spec = tree_flatten(result)
         self._leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        given = {_storage(t): number for number, t in enumerate(inputs)}
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        made = [t for t in tensors if _storage(t) not in given]
-        self._made = {_storage(t): (t.untyped_storage().nbytes(), t.dtype) for t in made}
+        self._ends = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._learning = [t for t in [*inputs, *weights] if t.requires_grad]
+        given = {storage_of(t): number for number, t in enumerate(inputs)}
+        made = [t for t in self._ends if storage_of(t) not in given]
+        self._made = {storage_of(t): (t.untyped_storage().nbytes(), t.dtype) for t in made}
         self._views = [
-            (given.get(_storage(t)), _storage(t), t.dtype, t.shape, t.stride(), t.storage_offset())
-            for t in tensors
+            (
+                given.get(storage_of(t)),
+                storage_of(t),
+                t.dtype,
+                t.shape,
+                t.stride(),
+                t.storage_offset(),
+            )
+            for t in self._ends
         ]
+
+    def run_backward(self, given: Sequence[bool]) -> None:
+        """From the outputs that have a gradient to all that learns; it can run again."""
+        ends = [t for t, has in zip(self._ends, given, strict=True) if has and t.requires_grad]
+        if ends and self._learning:
+            grads = [torch.empty_like(end) for end in ends]
+            torch.autograd.grad(ends, self._learning, grads, retain_graph=True, allow_unused=True)
 
     def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         memory = {
@@ -268,7 +283,10 @@ class _OpaqueBlock(torch.autograd.Function):
     """A block from outside: outputs of its shapes, gradients of its inputs' shapes."""
 
     @staticmethod
-    def forward(ctx: Any, trace: _Trace, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, run: _DryRun, trace: _Trace, work: Work, anchor: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.run, ctx.trace, ctx.work = run, trace, work
         ctx.shapes = [(t.shape, t.dtype) for t in inputs]
         outputs = trace.outputs(inputs)
         ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
@@ -277,90 +295,9 @@ class _OpaqueBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed = zip(ctx.shapes, ctx.needs_input_grad[2:], strict=True)
-        return None, None, *(torch.empty(s, dtype=d) if need else None for (s, d), need in needed)
-
-
-def _backward(outputs: Sequence[Any], wanted: Sequence[Tensor]) -> None:
-    ends = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
-    if ends and wanted:
-        grads = [torch.empty_like(end) for end in ends]
-        torch.autograd.backward(ends, grads, inputs=wanted)
-
-
-def _fake_parameters(unit: Unit) -> dict[str, Tensor]:
-    """By name, as the engine has them on the device: in their compute dtypes."""
-    return {
-        p.name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.trainable)
-        for p in unit.layout.parameters
-    }
-
-
-def _fake(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
-
-
-@contextmanager
-def _placed(places: Sequence[tuple[ParameterUse, Tensor]]) -> Iterator[None]:
-    before = [(use, use.owner._parameters[use.key]) for use, _ in places]
-    for use, tensor in places:
-        parameters: dict[str, Any] = use.owner._parameters
-        parameters[use.key] = tensor
-    try:
-        yield
-    finally:
-        for use, parameter in before:
-            use.owner._parameters[use.key] = parameter
-
-
-@contextmanager
-def _fake_buffers(model: nn.Module) -> Iterator[None]:
-    before = [(m._buffers, key, b) for m in model.modules() for key, b in m._buffers.items()]
-    for buffers, key, buffer in before:
-        buffers[key] = _fake(buffer)
-    try:
-        yield
-    finally:
-        for buffers, key, buffer in before:
-            buffers[key] = buffer
-
-
-def _at(use: ParameterUse) -> Tensor:
-    parameter = use.owner._parameters[use.key]
-    assert parameter is not None
-    return parameter
-
-
-def _storage(tensor: Tensor) -> int:
-    """Identity of its memory, valid while some tensor on it lives."""
-    return tensor.untyped_storage()._cdata
-
-
-def _geometry(tensor: Tensor) -> Hashable:
-    offset, needs = tensor.storage_offset(), tensor.requires_grad
-    return tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, needs
-
-
-def _settings_of(block: nn.Module) -> Hashable:
-    """Classes and plain attributes of a block's modules: what its forward may depend on."""
-    return tuple(
-        (path, type(module), _plain({k: v for k, v in vars(module).items() if k[0] != "_"}))
-        for path, module in block.named_modules()
-    )
-
-
-def _plain(value: Any) -> Hashable:
-    """Something hashable that differs where the values do, or the type where none can tell."""
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
-        return value
-    if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
-    if isinstance(value, dict):
-        return tuple((str(k), _plain(v)) for k, v in value.items())
-    if isinstance(value, functools.partial):
-        return _plain((value.func, value.args, value.keywords))
-    if dataclasses.is_dataclass(value):
-        return repr(value)
-    return type(value), getattr(value, "__qualname__", None)
+        ctx.run.backward_of(ctx.trace, ctx.work, tuple(grad is not None for grad in grads))
+        needed = zip(ctx.shapes, ctx.needs_input_grad[4:], strict=True)
+        like = (
+            torch.empty(shape, dtype=dtype) if need else None for (shape, dtype), need in needed
+        )
+        return None, None, None, None, *like

@@ -19,6 +19,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from megaslide.ops import library
 from megaslide.ops.deformable_attention import native
 from megaslide.ops.deformable_attention.reference import deformable_attention_reference
 
@@ -111,6 +112,8 @@ def cut_window(window: Sequence[int], size: Sequence[int]) -> Triple:
 def _select(backend: str | None, q: Tensor) -> Callable[..., Tensor]:
     if backend not in (None, *BACKENDS):
         raise ValueError(f"backend {backend!r} is unknown; accepted: None, {', '.join(BACKENDS)}")
+    if library.is_counting_only():
+        return native.deformable_attention_native
     if backend == "reference":
         return deformable_attention_reference
     reason = native.why_not(q)

@@ -30,14 +30,11 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from megaslide.ops.deformable_attention import native
-
 __all__ = ["backward_flop", "forward_flop"]
 
 _CORNERS = 8
 _SAMPLING_FORWARD = 2 * 2 * _CORNERS
 _SAMPLING_BACKWARD = 4 * 2 * _CORNERS + _CORNERS * 3 + _CORNERS * 3 * 2
-assert native.DTYPES, "the operators exist once `native` is imported"
 
 
 def forward_flop(

@@ -11,6 +11,7 @@ import logging
 import torch
 from torch import Tensor
 
+from megaslide.ops import library
 from megaslide.ops.depthwise_conv import native
 from megaslide.ops.depthwise_conv.reference import depthwise_conv3d_reference
 
@@ -49,6 +50,8 @@ def depthwise_conv3d(
 def _takes_native(backend: str | None, x: Tensor, weight: Tensor) -> bool:
     if backend not in (None, *BACKENDS):
         raise ValueError(f"backend {backend!r} is unknown; accepted: None, {', '.join(BACKENDS)}")
+    if library.is_counting_only():
+        return True
     if backend == "reference":
         return False
     reason = native.why_not(x, weight)
