@@ -11,6 +11,7 @@ first: the streamed model must train as plain PyTorch does.
 import argparse
 import itertools
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -157,23 +158,30 @@ def bytes_exact(model: StreamedModel, case: Case) -> bool:
 
 def run(cases: Sequence[Case]) -> list[dict[str, Any]]:
     rows = []
-    disk = disk_rates(Path(tempfile.gettempdir())).both_bytes_s
     for case in cases:
         model = case.build(case.depth, link_gb_s=case.link_gb_s)
-        before = profiled(case)
+        before = profiled(case), disk_bytes_s(case)
         seconds = measured(model, case)
-        after = profiled(case)
-        guesses = [predicted(case, loads, model, disk) for loads in (before, after)]
+        after = profiled(case), disk_bytes_s(case)
+        guesses = [predicted(case, loads, model, disk) for loads, disk in (before, after)]
         guess = statistics.mean(guesses)
         exact = bytes_exact(model, case)
         model.close()
         rows.append({
             **vars(case), "predicted_s": guess, "measured_s": seconds,
             "error": guess / seconds - 1, "bytes_exact": exact, "profiles_s": guesses,
+            "disk_bytes_s": [before[1], after[1]],
         })  # fmt: skip
         print(f"{case}\n  predicted {guess:.3f} s, measured {seconds:.3f} s, "
               f"{100 * rows[-1]['error']:+.1f} %", flush=True)  # fmt: skip
     return rows
+
+
+def disk_bytes_s(case: Case) -> float:
+    """Of reading and writing at once; not a number where the case uses no disk."""
+    if case.tier == "ram":
+        return math.nan
+    return disk_rates(Path(tempfile.gettempdir())).both_bytes_s
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -199,11 +207,12 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser.add_argument("--tier", choices=("ram", "disk"), help="only cases of this tier")
     parser.add_argument("--plot", type=Path, help="draw predictions over measurements, PNG")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # copies and AdamW have the other cores
     require_parity()
-    rows = run(CASES)
+    rows = run([case for case in CASES if arguments.tier in (None, case.tier)])
     errors = [abs(row["error"]) for row in rows]
     result = {
         "step_error_median": statistics.median(errors),

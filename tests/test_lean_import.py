@@ -59,3 +59,15 @@ def test_modules_load_no_optional_package_and_start_nothing() -> None:
         "assert threading.active_count() == 1, threading.enumerate()"
     )
     assert not loaded_by(statement) & set(OPTIONAL)
+
+
+def test_no_start_pays_for_the_compiler() -> None:
+    code = (
+        "import sys, megaslide.streaming, megaslide.models.dit\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHONPATH": str(SOURCE)}, check=True,
+    )  # fmt: skip
+    assert done.stdout == "False\n"

@@ -9,12 +9,11 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-
-import torch
+from typing import TypeVar
 
 __all__ = [
     "ABI_VERSION",
@@ -36,6 +35,7 @@ PATH_VARIABLE = "MEGASLIDE_NATIVE_LIBRARY"
 """Environment variable with the path of a library to load instead of the package's own."""
 
 logger = logging.getLogger(__name__)
+Constant = TypeVar("Constant", bound=Callable[..., object])
 
 _counting: ContextVar[bool] = ContextVar("counting", default=False)
 
@@ -52,7 +52,17 @@ def load() -> ctypes.CDLL:
     return library
 
 
-@torch.compiler.assume_constant_result
+def constant_when_compiled(function: Constant) -> Constant:
+    """`torch.compiler.assume_constant_result` without its price: it imports the whole compiler.
+
+    That takes longer than all of this package, at each start of the command line. Tests hold that
+    the compiler still heeds the mark.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_when_compiled
 def why_absent() -> str | None:
     """Why `load()` would fail, or None. The first failure of a process is logged as a warning."""
     return _open()[1]
@@ -72,7 +82,7 @@ def counting_only() -> Iterator[None]:
         _counting.reset(token)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def is_counting_only() -> bool:
     """Whether the caller is within `counting_only`."""
     return _counting.get()
