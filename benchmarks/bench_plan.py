@@ -195,11 +195,20 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for tier in ("ram", "disk"):
         chosen = [row for row in rows if row["tier"] == tier]
         x, y = ([row[key] for row in chosen] for key in ("measured_s", "predicted_s"))
-        axes.loglog(x, y, next(marks), label=f"state in {tier}", alpha=0.8)
+        axes.loglog(
+            x,
+            y,
+            next(marks),
+            label={"ram": "state in RAM", "disk": "state on disk"}[tier],
+            alpha=0.8,
+        )
     ends = [min(row["measured_s"] for row in rows), max(row["measured_s"] for row in rows)]
     axes.plot(ends, ends, color="0.3", linewidth=1)
     axes.fill_between(ends, [0.85 * e for e in ends], [1.15 * e for e in ends], color="0.9")
     axes.set(xlabel="measured, s per step", ylabel="predicted, s per step")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("{x:g}")
     axes.legend(title="grey: within 15 %")
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
