@@ -84,7 +84,7 @@ def accuracy() -> str:
     if not PLANS.exists():
         return ""
     found = json.loads(PLANS.read_text())
-    return (
+    return _wrapped(
         f"Predicted beside measured on {found['machine']['cpu']} with emulated links, "
         f"{len(found['rows'])} configurations: median error "
         f"{percent(found['step_error_median'])}, largest {percent(found['step_error_max'])}; "
