@@ -45,7 +45,7 @@ def _study(options: argparse.Namespace) -> Path:
         run_study(
             runs_of(parts, range(1 if options.smoke else options.seeds)), options.out, settings
         )
-    return write_report(options.out)
+    return write_report(options.out, settings)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -75,7 +75,7 @@ def run_study(runs: Sequence[Run], folder: Path, settings: Settings) -> list[Pat
         The JSONs of all runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    machine = probe(folder).to_dict()
+    machine = provenance()
     paths = [run.path(folder, settings.steps) for run in runs]
     missing = [(run, path) for run, path in zip(runs, paths, strict=True) if not path.exists()]
     logger.info("%d of %d runs are there already", len(runs) - len(missing), len(runs))
@@ -87,6 +87,13 @@ def run_study(runs: Sequence[Run], folder: Path, settings: Settings) -> list[Pat
             number, len(missing), path.stem, result["loss"], result["train_cpu_s"],
         )  # fmt: skip
     return paths
+
+
+def provenance() -> dict[str, Any]:
+    """What the figures depend on beside the code: machine, versions, commit."""
+    facts = probe().to_dict()
+    names = ("cpu", "cores_usable", "isa", "python", "packages", "megaslide", "commit")
+    return {name: facts[name] for name in (*names, "native_reason")}
 
 
 def read_results(paths: Iterable[Path]) -> list[dict[str, Any]]:
