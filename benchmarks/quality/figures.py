@@ -268,9 +268,7 @@ def _recorded(result: Result, index: int) -> tuple[Any, Any, Any]:
     clip = windows["clip"]
     still = clips.latents[clip].median(dim=1, keepdim=True).values
     picture = (clips.latents[clip] - still).norm(dim=0)
-    centres = clips.mask[clip].flatten(1).argmax(1)
-    width = WORLDS["base"].width
-    at = np.stack([centres // width, centres % width], -1)
+    at = clips.centre[clip].numpy()
     return picture.numpy(), np.asarray(windows["taps"][index // groups][index % groups]), at
 
 

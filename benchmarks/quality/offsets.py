@@ -130,7 +130,7 @@ def _first_steady(clips: Clips) -> int:
 
 def _windows(position: Tensor, clips: Clips, clip: int) -> list[Any]:
     """Of one clip's positions [G, N, K, 3], those at the sprite's centre: [group][frame][tap]."""
-    grid = clips.mask.shape[1:]
-    mask = clips.mask[clip].flatten(1)  # [T, H·W]
-    at = position.unflatten(1, (grid[0], -1))[:, torch.arange(grid[0]), mask.argmax(1)]
+    frames, _, width = clips.mask.shape[1:]
+    row, column = clips.centre[clip].T
+    at = position.unflatten(1, (frames, -1))[:, torch.arange(frames), row * width + column]
     return [[[[round(x, 2) for x in tap] for tap in frame] for frame in g] for g in at.tolist()]

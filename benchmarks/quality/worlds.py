@@ -63,6 +63,11 @@ class Clips:
         step = self.corner.diff(dim=1)
         return (step[:, 1:] - step[:, :-1]).abs().amax(-1) < 1e-3
 
+    @property
+    def centre(self) -> Tensor:
+        """Integers [B, T, 2]: the cell (h, w) nearest to the middle of the front sprite."""
+        return (self.corner + (SIDE - 1) / 2).round().long()
+
     def first(self, count: int) -> "Clips":
         """The first clips."""
         return Clips(self.latents[:count], self.mask[:count], self.corner[:count])
