@@ -17,7 +17,7 @@ CHANNELS = 8
 SIDE = 3
 """Of a sprite, in cells."""
 BACKGROUND = 0.5
-"""Standard deviation of a background; a sprite's is 1."""
+"""Standard deviation of a background; that of a sprite's texture, before interpolation, is 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
