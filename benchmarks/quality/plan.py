@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from benchmarks.quality.study import Run, Settings
 from megaslide.errors import InputError
 
-FIRST_LOOK = ("dense", "fixed", "shift", "tap", "affine")
+FIRST_LOOK = ("fixed", "affine", "tap", "shift", "dense")
 SMOKE_SETTINGS = Settings(steps=4, batch=2, curve_every=2, curve_clips=2, held_out=2, warmup=2)
 
 
