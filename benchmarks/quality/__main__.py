@@ -1,7 +1,7 @@
 """The command: carry out what is missing of the study, then write the page.
 
-    python -m benchmarks.quality [--out FOLDER] [--parts NAME ...] [--seeds N] [--steps N]
-                                 [--threads N] [--report-only] [--smoke]
+    python -m benchmarks.quality [--out FOLDER] [--parts NAME ...] [--arms NAME ...]
+                                 [--seeds N] [--steps N] [--threads N] [--report-only] [--smoke]
 
 Stop it whenever you like: it goes on with the run in which it was stopped.
 """
@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.quality.plan import PARTS, SMOKE, SMOKE_SETTINGS, chosen_parts, runs_of
+from benchmarks.quality.arms import arm
+from benchmarks.quality.plan import PARTS, SMOKE, SMOKE_SETTINGS, chosen_parts, keep_arms, runs_of
 from benchmarks.quality.report import write_report
 from benchmarks.quality.study import Settings, run_study
 from megaslide.errors import InputError
@@ -41,6 +42,9 @@ def _study(options: argparse.Namespace) -> Path:
     if options.steps is not None:
         settings = dataclasses.replace(settings, steps=options.steps)
     parts = SMOKE if options.smoke else chosen_parts(options.parts)
+    for name in options.arms:
+        arm(name)  # refuses one that does not exist
+    parts = tuple(keep_arms(part, options.arms) for part in parts)
     if not options.report_only:
         run_study(
             runs_of(parts, range(1 if options.smoke else options.seeds)), options.out, settings
@@ -55,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", type=Path, default=RESULTS, help="folder of the JSONs and the page")
     add("--parts", nargs="*", default=[], help=", ".join(part.name for part in PARTS))
+    add("--arms", nargs="*", default=[], help="only these arms of the parts")
     add("--seeds", type=_positive, default=3, help="seeds 0 to N-1 of every run")
     add("--steps", type=_positive, default=None, help="optimizer steps of every run")
     add("--threads", type=_positive, default=1, help="of torch; CPU time is compared at one")

@@ -12,7 +12,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.quality.arms import HEADS, arms
+from benchmarks.quality.arms import BASE, arms
 from benchmarks.quality.study import HELD_OUT_SEED, LEVELS
 from benchmarks.quality.tables import (
     Result,
@@ -21,8 +21,9 @@ from benchmarks.quality.tables import (
     select,
     strongest_block,
 )
-from benchmarks.quality.worlds import SIDE, WORLDS, draw
+from benchmarks.quality.worlds import WORLDS, draw
 
+WINDOW = BASE["window"]
 SPEEDS = ("still", "slow", "base", "fast", "faster")
 _FAMILIES = {"dense": 7, "swin": 5, "fixed": 0, "shift": 1, "tap": 2, "affine": 3}
 _STYLE = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
@@ -41,7 +42,7 @@ def loss_by_level(results: Sequence[Result]) -> Figure | None:
         strict=True,
     ):
         labelled: set[str] = set()
-        for result in (r for r in own if r["arm"] in ("dense", *_FAMILIES)):
+        for result in (r for r in own if r["arm"] in _FAMILIES):
             name = result["arm"]
             values = [result[key][str(level)] for level in LEVELS]
             label = None if name in labelled else name
@@ -117,7 +118,7 @@ def loss_by_speed(results: Sequence[Result]) -> Figure | None:
             )  # fmt: skip
         if index:
             axes.axvline(sum(WORLDS[world].speed) / 2, lw=0.3, color="0.8")
-    axes.axvline(SIDE // 2, ls=":", color="0.5", lw=1)
+    axes.axvline(WINDOW[1] // 2, ls=":", color="0.5", lw=1)
     axes.set(xlabel="cells per frame (dotted: reach of the fixed window)")
     axes.set(ylabel="validation loss, cells of the sprite")
     axes.legend(frameon=False)
@@ -127,7 +128,7 @@ def loss_by_speed(results: Sequence[Result]) -> Figure | None:
 def other_worlds(results: Sequence[Result]) -> Figure | None:
     """Loss in worlds with a cut and with crossing sprites, and of longer clips than trained on."""
     panels: list[tuple[str, dict[str, list[float]]]] = []
-    for world in ("cut", "crossing"):
+    for world in ("textured", "cut", "crossing"):
         if rows := rows_of(results, world):
             panels.append((f"trained and measured: {world}", {r.arm: r.losses for r in rows}))
     for world in ("long", "longer"):
@@ -199,7 +200,8 @@ def windows_on_a_sprite(results: Sequence[Result]) -> Figure | None:
         for frame, axes in enumerate(line, 1):
             _one_window(axes, picture[frame + 1], taps[frame], centres[frame])
             axes.set_title(f"query in frame {frame}, taps in {frame + 1}", fontsize=7)
-        line[0].set_ylabel(f"{result['arm']}, block {_block(result, chosen)}")
+        block = chosen // result["config"]["offset_groups"]
+        line[0].set_ylabel(f"{result['arm']}, block {block}")
     return figure
 
 
@@ -208,7 +210,10 @@ FIGURES: dict[str, tuple[str, Callable[[Sequence[Result]], Figure | None]]] = {
     "equal_budgets": ("Equal steps, parameters, CPU time; one dot per seed.", equal_budgets),
     "loss_over_time": ("The same models while they train; one line per seed.", loss_over_time),
     "loss_by_speed": ("How far the sprite moves per frame.", loss_by_speed),
-    "other_worlds": ("Scene cuts, crossing sprites, longer clips.", other_worlds),
+    "other_worlds": (
+        "Still backgrounds, scene cuts, crossing sprites, longer clips.",
+        other_worlds,
+    ),
     "offset_correlations": (
         "Do windows move as the sprite does? One mark per block, group and seed. The control "
         "marks take the velocity of another clip, and tokens of the background.",
@@ -251,15 +256,9 @@ def _elsewhere(results: Sequence[Result], world: str) -> dict[str, list[float]]:
     return losses
 
 
-def _block(result: Result, index: int) -> int:
-    groups = result["config"]["offset_groups"]
-    return index // groups
-
-
 def _recorded(result: Result, index: int) -> tuple[Any, Any, Any]:
     """Pictures [T, H, W], taps [T][K](t, h, w) of a block and group, sprite centres [T, 2]."""
     windows, groups = result["offsets"]["windows"], result["config"]["offset_groups"]
-    assert groups in (1, HEADS)
     clips = draw(
         WORLDS["base"],
         result["settings"]["held_out"],
@@ -275,11 +274,13 @@ def _recorded(result: Result, index: int) -> tuple[Any, Any, Any]:
 def _one_window(axes: Axes, picture: Any, taps: Any, centre: Any) -> None:
     height, width = picture.shape
     axes.imshow(picture, cmap="Greys", vmin=0)
-    corner = [min(max(c - 1, 0), n - 3) - 0.5 for c, n in zip(centre, (height, width), strict=True)]
-    square = mpl.patches.Rectangle(
-        (corner[1], corner[0]), SIDE, SIDE, fill=False, ls="--", color="C0"
-    )
+    start = [
+        min(max(c - k // 2, 0), n - k) - 0.5
+        for c, k, n in zip(centre, WINDOW[1:], picture.shape, strict=True)
+    ]
+    size = {"height": WINDOW[1], "width": WINDOW[2]}
+    square = mpl.patches.Rectangle((start[1], start[0]), fill=False, ls="--", color="C0", **size)
     axes.add_patch(square)
-    later = taps.reshape(SIDE, -1, 3)[-1]  # [9, (t, h, w)]: the plane one frame later
+    later = taps.reshape(WINDOW[0], -1, 3)[-1]  # [9, (t, h, w)]: the plane one frame later
     axes.plot(later[:, 2], later[:, 1], "o", ms=3, color="C3")
     axes.set(xticks=[], yticks=[], xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))

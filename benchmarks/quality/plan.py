@@ -1,7 +1,7 @@
 """Which runs the study has, in parts that each ask one question; the first answers first."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.quality.study import Run, Settings
 from megaslide.errors import InputError
@@ -42,6 +42,7 @@ PARTS = (
         ("dense", "fixed", "shift", "affine"),
         ("still", "slow", "fast", "faster"),
     ),
+    Part("textured", "And where most of a clip stands still?", FIRST_LOOK, ("textured",)),
     Part("cut", "What does a scene cut in the middle do?", FIRST_LOOK, ("cut",)),
     Part("crossing", "What do two crossing sprites do?", FIRST_LOOK, ("crossing",)),
     Part(
@@ -60,6 +61,12 @@ def runs_of(parts: Iterable[Part], seeds: Iterable[int]) -> list[Run]:
     """All runs in order."""
     seeds = list(seeds)
     return [run for part in parts for run in part.runs(seeds)]
+
+
+def keep_arms(part: Part, names: Iterable[str]) -> Part:
+    """The part with the arms of these names only; with all where there are none."""
+    wanted = set(names)
+    return replace(part, arms=tuple(a for a in part.arms if a in wanted)) if wanted else part
 
 
 def chosen_parts(names: Iterable[str]) -> tuple[Part, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from benchmarks.quality.figures import FIGURES
-from benchmarks.quality.study import Settings, read_results
+from benchmarks.quality.study import Settings, read_results, write_atomically
 from benchmarks.quality.tables import (
     BASELINE,
     Result,
@@ -25,6 +25,17 @@ from benchmarks.quality.tables import (
 from megaslide.errors import InputError
 from megaslide.pages import write_page
 
+TITLE = "Does learned motion earn its cost?"
+HEAD = [
+    "arm",
+    "parameters",
+    "CPU ms per step",
+    "MB kept",
+    "loss by seed",
+    "mean",
+    "mean, sprite's cells",
+    f"against {BASELINE}",
+]
 _LEAD = (
     "The same small video transformer, trained on synthetic latent videos of known motion, "
     "differing in its self-attention only. Arms of one seed saw the same clips and noise."
@@ -39,7 +50,9 @@ _FOOTER = "Every number and figure on this page is computed from the JSONs of th
 
 
 def write_report(folder: Path, settings: Settings) -> Path:
-    """Write `report.html` and `figures/` from the JSONs of the folder made with `settings`.
+    """Write `report.html`, `figures/` and `summary.md`, for the docs, from the folder's JSONs.
+
+    Only results that were made with `settings` are used.
 
     Raises:
         InputError: no such results, or a damaged one; names the file.
@@ -48,13 +61,13 @@ def write_report(folder: Path, settings: Settings) -> Path:
     results = [r for r in every if r["settings"] == dataclasses.asdict(settings)]
     if not results:
         raise InputError(f"{folder} holds no result of {settings}", "run `make ablation`")
+    write_atomically(folder / "summary.md", summary(results))
     body = [f"<p class='lead'>{_LEAD}</p>", f"<p class='note'>{escape(_count(results, every))}</p>"]
     body += [_equal_time(results), f"<p class='note'>{_NOTE}</p>"]
     body += [_table(world, rows_of(results, world)) for world in worlds_of(results)]
     body += _figures(results, folder / "figures")
     body.append(_machines(results))
-    title = "megaslide: does learned motion earn its cost?"
-    return write_page(folder / "report.html", title=title, body="".join(body), footer=_FOOTER)
+    return write_page(folder / "report.html", title=TITLE, body="".join(body), footer=_FOOTER)
 
 
 def _count(results: Sequence[Result], every: Sequence[Result]) -> str:
@@ -64,27 +77,53 @@ def _count(results: Sequence[Result], every: Sequence[Result]) -> str:
     return f"{text} {left_out} runs with other settings are left out." if left_out else text
 
 
+def summary(results: Sequence[Result]) -> str:
+    """The tables as Markdown."""
+    parts = [f"# {TITLE}\n", f"{len(results)} runs of {results[0]['settings']['steps']} steps.\n"]
+    for world in worlds_of(results):
+        lines = [HEAD, ["---"] * len(HEAD), *_lines(rows_of(results, world))]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        parts.append(f"## {world}\n\n{table}\n")
+    seconds, losses = equal_time(select(results, world="base") or results)
+    parts.append(f"## base, after {seconds:.0f} s of CPU\n")
+    parts += [f"- {arm}: {_numbers(values)}" for arm, values in _ranked(losses)]
+    return "\n".join(parts) + "\n"
+
+
 def _table(world: str, rows: Sequence[Row]) -> str:
-    baseline = next((row for row in rows if row.arm == BASELINE), None)
-    names = ("arm", "parameters", "CPU ms per step", "MB kept", "loss by seed", "mean")
-    names += ("mean, sprite's cells", f"against {BASELINE}")
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    lines = "".join(_line(row, baseline) for row in sorted(rows, key=lambda row: row.mean))
-    return f"<h2>{escape(world)}</h2><div class='wide'><table><tr>{head}</tr>{lines}</table></div>"
-
-
-def _line(row: Row, baseline: Row | None) -> str:
-    cells = (
-        row.arm,
-        f"{row.parameters:,}",
-        f"{1e3 * statistics.fmean(row.step_cpu_s):.0f}",
-        f"{row.saved_bytes / 1e6:.1f}",
-        " ".join(f"{loss:.4f}" for loss in row.losses),
-        f"{row.mean:.4f}",
-        f"{statistics.fmean(row.sprite_losses):.4f}",
-        against(row, baseline),
+    head = "".join(f"<th>{escape(name)}</th>" for name in HEAD)
+    lines = (
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        for cells in _lines(rows)
     )
-    return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+    table = f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+    return f"<h2>{escape(world)}</h2><div class='wide'>{table}</div>"
+
+
+def _lines(rows: Sequence[Row]) -> list[list[str]]:
+    """Cells of the rows, lowest mean loss first."""
+    baseline = next((row for row in rows if row.arm == BASELINE), None)
+    return [
+        [
+            row.arm,
+            f"{row.parameters:,}",
+            f"{1e3 * statistics.fmean(row.step_cpu_s):.0f}",
+            f"{row.saved_bytes / 1e6:.1f}",
+            _numbers(row.losses),
+            f"{row.mean:.4f}",
+            f"{statistics.fmean(row.sprite_losses):.4f}",
+            against(row, baseline),
+        ]
+        for row in sorted(rows, key=lambda row: row.mean)
+    ]
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.4f}" for value in values)
+
+
+def _ranked(losses: dict[str, list[float]]) -> list[tuple[str, list[float]]]:
+    return sorted(losses.items(), key=lambda pair: statistics.fmean(pair[1]))
 
 
 def _equal_time(results: Sequence[Result]) -> str:
@@ -92,10 +131,9 @@ def _equal_time(results: Sequence[Result]) -> str:
     if not own:
         return ""
     seconds, losses = equal_time(own)
-    ranked = sorted(losses.items(), key=lambda pair: statistics.fmean(pair[1]))
     lines = "".join(
-        f"<tr><td>{escape(name)}</td><td>{' '.join(f'{v:.4f}' for v in values)}</td></tr>"
-        for name, values in ranked
+        f"<tr><td>{escape(name)}</td><td>{_numbers(values)}</td></tr>"
+        for name, values in _ranked(losses)
     )
     return (
         f"<h2>base, at equal CPU time</h2><p class='note'>After {seconds:.0f} s of training, "

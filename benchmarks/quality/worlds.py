@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 CHANNELS = 8
-SIDE = 3
+SIDE = 4
 """Of a sprite, in cells."""
-BACKGROUND = 0.5
-"""Standard deviation of a background; that of a sprite's texture, before interpolation, is 1."""
+CONTRAST = 1.5
+"""Standard deviation of a sprite's texture, before it is interpolated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,8 @@ class World:
     name: str
     speed: tuple[float, float] = (1.0, 2.25)
     """Cells per frame, uniform between the two; the direction is uniform too."""
+    background: float = 0.0
+    """Standard deviation of a smooth background that does not move."""
     frames: int = 6
     height: int = 10
     width: int = 10
@@ -83,6 +85,7 @@ WORLDS = {
         World(name="faster", speed=(4.0, 5.0)),
         World(name="crossing", crossing=True),
         World(name="cut", cut=True),
+        World(name="textured", background=0.5),
         World(name="long", frames=12),
         World(name="longer", frames=24),
     )
@@ -110,7 +113,7 @@ def draw(world: World, batch: int, generator: torch.Generator) -> Clips:
 def _scene(world: World, batch: int, generator: torch.Generator) -> Clips:
     latents = _background(world, batch, generator)
     for corner in _paths(world, batch, generator):
-        texture = torch.randn(batch, CHANNELS, SIDE, SIDE, generator=generator)
+        texture = CONTRAST * torch.randn(batch, CHANNELS, SIDE, SIDE, generator=generator)
         rows, columns = (
             _hat(corner[..., axis], length)
             for axis, length in enumerate((world.height, world.width))
@@ -126,7 +129,7 @@ def _background(world: World, batch: int, generator: torch.Generator) -> Tensor:
     coarse = torch.randn(batch, CHANNELS, 3, 3, generator=generator)
     size = (world.height, world.width)
     smooth = torch.nn.functional.interpolate(coarse, size, mode="bilinear", align_corners=True)
-    smooth = BACKGROUND * smooth / smooth.std()
+    smooth = world.background * smooth / smooth.std()
     return smooth[:, :, None].expand(-1, -1, world.frames, -1, -1)
 
 

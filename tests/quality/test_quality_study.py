@@ -59,6 +59,7 @@ def test_stopped_study_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.M
     page = (tmp_path / "report.html").read_text()
     for result in results:
         assert f"{result['loss']:.4f}" in page
+        assert f"{result['loss']:.4f}" in (tmp_path / "summary.md").read_text()
     assert page.count("data:image/png") == len(list((tmp_path / "figures").glob("*.png"))) >= 5
 
 

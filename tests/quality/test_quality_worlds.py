@@ -101,6 +101,6 @@ def test_recorded_windows_are_those_at_the_sprite() -> None:
     windows = measured["windows"]
     taps = torch.tensor(windows["taps"])[0, 0]  # fresh: the undeformed window [T, K, 3]
     inner = taps[1:-1].mean(1)
-    middle = clips.corner[windows["clip"], 1:-1] + 1
+    middle = clips.corner[windows["clip"], 1:-1] + (SIDE - 1) / 2
     assert torch.equal(inner[:, 0], torch.arange(1.0, 5.0))
     assert (inner[:, 1:] - middle).abs().max() <= 1.01  # half a cell, one more at the border
