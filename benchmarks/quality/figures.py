@@ -26,7 +26,8 @@ from benchmarks.quality.worlds import WORLDS, draw
 WINDOW = BASE["window"]
 SPEEDS = ("still", "slow", "base", "fast", "faster")
 _FAMILIES = {"dense": 7, "swin": 5, "fixed": 0, "shift": 1, "tap": 2, "affine": 3}
-_STYLE = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
+STYLE: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
+"""Of matplotlib, while a figure is drawn."""
 
 
 def loss_by_level(results: Sequence[Result]) -> Figure | None:
@@ -228,8 +229,7 @@ FIGURES: dict[str, tuple[str, Callable[[Sequence[Result]], Figure | None]]] = {
 
 
 def _figure(width: float, height: float) -> Figure:
-    with mpl.rc_context(_STYLE):
-        return Figure(figsize=(width, height), layout="constrained", dpi=110)
+    return Figure(figsize=(width, height), layout="constrained", dpi=110)
 
 
 def _colour(arm: str) -> str:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks.quality.figures import FIGURES
+from benchmarks.quality.figures import FIGURES, STYLE
 from benchmarks.quality.study import Settings, read_results, write_atomically
 from benchmarks.quality.tables import (
     BASELINE,
@@ -145,9 +146,10 @@ def _figures(results: Sequence[Result], folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     pieces = []
     for name, (caption, make) in FIGURES.items():
-        figure = make(results)
-        if figure is not None:
-            pieces.append(_picture(name, caption, figure, folder))
+        with mpl.rc_context(STYLE):
+            figure = make(results)
+            if figure is not None:
+                pieces.append(_picture(name, caption, figure, folder))
     return pieces
 
 
