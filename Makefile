@@ -20,7 +20,7 @@ BENCHMARKS := $(wildcard benchmarks/bench_*.py)
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format bench native clean
+.PHONY: help demo test test-slow check format bench ablation native clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
@@ -50,6 +50,9 @@ format: $(DEV_STAMP) ## Format the code, apply safe lint fixes, write the genera
 
 bench: $(DEV_STAMP) ## Run the benchmarks; each writes JSON.
 	@set -e; for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python "$$script"; done
+
+ablation: $(DEV_STAMP) ## Compare kinds of attention on known motion (hours); goes on where stopped.
+	@$(BIN)/python -m benchmarks.quality
 
 native: $(TORCH_STAMP) ## Build the native kernels again, as after installing a compiler.
 	@$(PIP) install -q --no-deps -e .

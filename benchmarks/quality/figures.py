@@ -1,0 +1,286 @@
+"""The study's figures, drawn from the JSONs alone; every seed is a mark of its own.
+
+Each function returns a matplotlib figure, or None where the results it needs are not there yet.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.quality.arms import BASE, arms
+from benchmarks.quality.study import HELD_OUT_SEED, LEVELS
+from benchmarks.quality.tables import (
+    Result,
+    equal_time,
+    rows_of,
+    select,
+    strongest_block,
+)
+from benchmarks.quality.worlds import WORLDS, draw
+
+WINDOW = BASE["window"]
+SPEEDS = ("still", "slow", "base", "fast", "faster")
+_FAMILIES = {"dense": 7, "swin": 5, "fixed": 0, "shift": 1, "tap": 2, "affine": 3}
+STYLE: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
+"""Of matplotlib, while a figure is drawn."""
+
+
+def loss_by_level(results: Sequence[Result]) -> Figure | None:
+    """Validation loss against noise level in the base world, of all cells and of the sprite's."""
+    own = select(results, world="base")
+    if not own:
+        return None
+    figure = _figure(9, 4)
+    for axes, key, title in zip(
+        figure.subplots(1, 2),
+        ("loss_by_level", "sprite_loss_by_level"),
+        ("all cells", "cells of the sprite"),
+        strict=True,
+    ):
+        labelled: set[str] = set()
+        for result in (r for r in own if r["arm"] in _FAMILIES):
+            name = result["arm"]
+            values = [result[key][str(level)] for level in LEVELS]
+            label = None if name in labelled else name
+            labelled.add(name)
+            axes.plot(LEVELS, values, "o-", ms=3, lw=1, alpha=0.8, color=_colour(name), label=label)
+        axes.set(title=title, xlabel="noise level sigma", ylabel="validation loss")
+    axes.legend(frameon=False)
+    return figure
+
+
+def equal_budgets(results: Sequence[Result]) -> Figure | None:
+    """Base world: loss after equal steps, loss over parameters, loss after equal CPU time."""
+    own = select(results, world="base")
+    if not own:
+        return None
+    rows = rows_of(own, "base")
+    figure = _figure(11, 0.9 + 0.28 * max(len(rows), 6))
+    steps, parameters, times = figure.subplots(1, 3)
+    _dots(steps, {row.arm: row.losses for row in rows})
+    steps.set(title=f"equal steps ({own[0]['settings']['steps']})", xlabel="validation loss")
+    for row in rows:
+        count = [row.parameters / 1e3] * len(row.losses)
+        parameters.plot(count, row.losses, "o", ms=5, alpha=0.8, color=_colour(row.arm))
+        parameters.annotate(
+            row.arm, (count[0], row.mean), fontsize=6, xytext=(4, 0), textcoords="offset points"
+        )
+    parameters.set(title="by parameters", xlabel="thousand parameters", ylabel="validation loss")
+    seconds, losses = equal_time(own)
+    _dots(times, losses)
+    times.set(title=f"equal CPU time ({seconds:.0f} s of training)", xlabel="validation loss")
+    return figure
+
+
+def loss_over_time(results: Sequence[Result]) -> Figure | None:
+    """Curves of the base world over steps and over CPU seconds."""
+    own = [r for r in select(results, world="base") if r["arm"] in _FAMILIES]
+    if not own:
+        return None
+    figure = _figure(9, 3.6)
+    for axes, key, label in zip(
+        figure.subplots(1, 2, sharey=True),
+        ("step", "cpu_s"),
+        ("optimizer step", "CPU seconds of training"),
+        strict=True,
+    ):
+        for result in own:
+            x, y = zip(*((p[key], p["loss"]) for p in result["curve"]), strict=True)
+            name = result["arm"] if result["seed"] == min(r["seed"] for r in own) else None
+            axes.plot(x, y, ".-", lw=1, alpha=0.8, color=_colour(result["arm"]), label=name)
+        axes.set(xlabel=label, ylabel="validation loss", yscale="log")
+    axes.legend(frameon=False)
+    return figure
+
+
+def loss_by_speed(results: Sequence[Result]) -> Figure | None:
+    """Loss of the sprite's cells against its speed; worlds are trained and measured alike."""
+    names = [n for n in SPEEDS if select(results, world=n)]
+    if len(names) < 2:
+        return None
+    figure = _figure(6.5, 4)
+    axes = figure.subplots()
+    seen: set[str] = set()
+    for index, world in enumerate(names):
+        for row in rows_of(results, world):
+            if row.arm not in ("dense", "fixed", "shift", "affine"):
+                continue
+            speed = sum(WORLDS[world].speed) / 2
+            label = None if row.arm in seen else row.arm
+            seen.add(row.arm)
+            axes.plot(
+                [speed] * len(row.losses), row.sprite_losses, "o", ms=5, alpha=0.8,
+                color=_colour(row.arm), label=label,
+            )  # fmt: skip
+        if index:
+            axes.axvline(sum(WORLDS[world].speed) / 2, lw=0.3, color="0.8")
+    axes.axvline(WINDOW[1] // 2, ls=":", color="0.5", lw=1)
+    axes.set(xlabel="cells per frame (dotted: reach of the fixed window)")
+    axes.set(ylabel="validation loss, cells of the sprite")
+    axes.legend(frameon=False)
+    return figure
+
+
+def other_worlds(results: Sequence[Result]) -> Figure | None:
+    """Loss in worlds with a cut and with crossing sprites, and of longer clips than trained on."""
+    panels: list[tuple[str, dict[str, list[float]]]] = []
+    for world in ("textured", "cut", "crossing"):
+        if rows := rows_of(results, world):
+            panels.append((f"trained and measured: {world}", {r.arm: r.losses for r in rows}))
+    for world in ("long", "longer"):
+        losses = _elsewhere(results, world)
+        if losses:
+            frames = WORLDS[world].frames
+            panels.append((f"trained on 6 frames, measured on {frames}", losses))
+    if not panels:
+        return None
+    height = 0.9 + 0.28 * max(len(losses) for _, losses in panels)
+    figure = _figure(4 * len(panels), max(height, 2.4))
+    for axes, (title, losses) in zip(
+        np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True
+    ):
+        _dots(axes, losses)
+        axes.set(title=title, xlabel="validation loss")
+    return figure
+
+
+def offset_correlations(results: Sequence[Result]) -> Figure | None:
+    """Correlation of the windows' shear and slide with the true velocity, controls beside it."""
+    own = [r for r in select(results, world="base") if r["offsets"] is not None]
+    own = [r for r in own if r["arm"] != "affine-held"]
+    if not own:
+        return None
+    names = [name for name in arms() if select(own, arm=name)]
+    figure = _figure(9, 1.2 + 0.5 * len(names))
+    controls = {"sprite": ("o", "C3"), "other_clip": ("x", "0.5"), "background": ("+", "C0")}
+    for axes, quantity in zip(figure.subplots(1, 2, sharey=True), ("shear", "slide"), strict=True):
+        for (where, (marker, colour)), shift in zip(controls.items(), (0, 0.2, -0.2), strict=True):
+            points = [
+                (block[quantity][where], names.index(r["arm"]) + shift)
+                for r in own
+                for block in r["offsets"]["blocks"]
+                if block[quantity][where] is not None
+            ]
+            if points:
+                x, y = zip(*points, strict=True)
+                label = where.replace("_", " ")
+                axes.plot(x, y, marker, ms=4, ls="", color=colour, alpha=0.7, label=label)
+        axes.axvline(0, color="0.6", lw=0.8)
+        axes.set(xlim=(-1, 1), xlabel=f"correlation of {quantity} with the velocity")
+        axes.set_yticks(range(len(names)), names)
+    axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def windows_on_a_sprite(results: Sequence[Result]) -> Figure | None:
+    """The taps of the query at the sprite's centre, plane by plane, over the frames they lie in.
+
+    One row per arm, first seed, the block whose window follows best. A column shows one query
+    frame; the dashed square is the fixed window, the dots are where the taps of its next plane in
+    time went, drawn on the next frame.
+    """
+    shown = [
+        r
+        for name in ("shift", "tap", "affine")
+        for r in sorted(select(results, world="base", arm=name), key=lambda r: r["seed"])[:1]
+    ]
+    if not shown:
+        return None
+    columns = WORLDS["base"].frames - 2
+    figure = _figure(2.2 * columns, 2.4 * len(shown))
+    for line, result in zip(
+        figure.subplots(len(shown), columns, squeeze=False), shown, strict=True
+    ):
+        chosen = strongest_block(result)
+        picture, taps, centres = _recorded(result, chosen)
+        for frame, axes in enumerate(line, 1):
+            _one_window(axes, picture[frame + 1], taps[frame], centres[frame])
+            axes.set_title(f"query in frame {frame}, taps in {frame + 1}", fontsize=7)
+        block = chosen // result["config"]["offset_groups"]
+        line[0].set_ylabel(f"{result['arm']}, block {block}")
+    return figure
+
+
+FIGURES: dict[str, tuple[str, Callable[[Sequence[Result]], Figure | None]]] = {
+    "loss_by_level": ("Validation loss by noise level; one line per seed.", loss_by_level),
+    "equal_budgets": ("Equal steps, parameters, CPU time; one dot per seed.", equal_budgets),
+    "loss_over_time": ("The same models while they train; one line per seed.", loss_over_time),
+    "loss_by_speed": ("How far the sprite moves per frame.", loss_by_speed),
+    "other_worlds": (
+        "Still backgrounds, scene cuts, crossing sprites, longer clips.",
+        other_worlds,
+    ),
+    "offset_correlations": (
+        "Do windows move as the sprite does? One mark per block, group and seed. The control "
+        "marks take the velocity of another clip, and tokens of the background.",
+        offset_correlations,
+    ),
+    "windows_on_a_sprite": (
+        "Where the taps of the query at the sprite's centre go in the next frame (dots), and the "
+        "fixed window (dashed). First clip without a bounce; the block that follows best.",
+        windows_on_a_sprite,
+    ),
+}
+
+
+def _figure(width: float, height: float) -> Figure:
+    return Figure(figsize=(width, height), layout="constrained", dpi=110)
+
+
+def _colour(arm: str) -> str:
+    family = arm.removesuffix("+r").split("-")[0]
+    return f"C{_FAMILIES.get(family, 9)}"
+
+
+def _dots(axes: Axes, losses: dict[str, list[float]]) -> None:
+    """One line per arm, best at the top; a bar at the mean."""
+    names = sorted(losses, key=lambda name: -float(np.mean(losses[name])))
+    for line, name in enumerate(names):
+        values = losses[name]
+        axes.plot(values, [line] * len(values), "o", ms=5, alpha=0.8, color=_colour(name))
+        axes.plot([np.mean(values)], [line], "|", ms=12, color=_colour(name))
+    axes.set_yticks(range(len(names)), names)
+    axes.grid(axis="x", lw=0.3)
+
+
+def _elsewhere(results: Sequence[Result], world: str) -> dict[str, list[float]]:
+    losses: dict[str, list[float]] = {}
+    for result in select(results, world="base"):
+        if world in result["elsewhere"]:
+            losses.setdefault(result["arm"], []).append(result["elsewhere"][world])
+    return losses
+
+
+def _recorded(result: Result, index: int) -> tuple[Any, Any, Any]:
+    """Pictures [T, H, W], taps [T][K](t, h, w) of a block and group, sprite centres [T, 2]."""
+    windows, groups = result["offsets"]["windows"], result["config"]["offset_groups"]
+    clips = draw(
+        WORLDS["base"],
+        result["settings"]["held_out"],
+        torch.Generator().manual_seed(HELD_OUT_SEED),
+    )
+    clip = windows["clip"]
+    still = clips.latents[clip].median(dim=1, keepdim=True).values
+    picture = (clips.latents[clip] - still).norm(dim=0)
+    at = clips.centre[clip].numpy()
+    return picture.numpy(), np.asarray(windows["taps"][index // groups][index % groups]), at
+
+
+def _one_window(axes: Axes, picture: Any, taps: Any, centre: Any) -> None:
+    height, width = picture.shape
+    axes.imshow(picture, cmap="Greys", vmin=0)
+    start = [
+        min(max(c - k // 2, 0), n - k) - 0.5
+        for c, k, n in zip(centre, WINDOW[1:], picture.shape, strict=True)
+    ]
+    size = {"height": WINDOW[1], "width": WINDOW[2]}
+    square = mpl.patches.Rectangle((start[1], start[0]), fill=False, ls="--", color="C0", **size)
+    axes.add_patch(square)
+    later = taps.reshape(WINDOW[0], -1, 3)[-1]  # [9, (t, h, w)]: the plane one frame later
+    axes.plot(later[:, 2], later[:, 1], "o", ms=3, color="C3")
+    axes.set(xticks=[], yticks=[], xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
