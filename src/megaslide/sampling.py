@@ -84,6 +84,8 @@ def generate(
             f"{len(prompts)} prompts and batch_size={batch_size}; both must be 1 or more"
         )
     starts = range(0, len(prompts), batch_size)
+    text = _text_conditioning(text_encoder, prompts, negative_prompt, device)
+    text_encoder.close()
     clips: list[Frames] = []
     for number, start in enumerate(starts):
         batch = prompts[start : start + batch_size]
@@ -95,11 +97,12 @@ def generate(
             shift=shift,
             generator=[prompt_generator(settings.seed, start + i) for i in range(len(batch))],
             progress=_overall(progress, number, len(starts)),
-            **_text_conditioning(text_encoder, batch, negative_prompt, device),
+            **_rows(text, start, len(batch)),
         )
         # One clip at a time: pixels take far more memory than latents.
         for prompt, row in zip(batch, latents.split(1), strict=True):
             clips.append(_frames_of(codec, row, bucket[0], prompt))
+    codec.close()
     return clips
 
 
@@ -168,7 +171,8 @@ def slug(prompt: str) -> str:
 def _text_conditioning(
     text_encoder: TextEncoder, prompts: Sequence[str], negative: str, device: torch.device | str
 ) -> dict[str, dict[str, Tensor]]:
-    """Arguments `conditioning` and `negative` of the sampler. One call encodes all: one length."""
+    """Arguments `conditioning` and `negative` of the sampler, of all prompts: an encoder is loaded
+    once, and what it gives is of one length."""
     embeddings, mask = (each.to(device) for each in text_encoder.encode([*prompts, negative]))
     last = torch.full((len(prompts),), len(prompts), device=embeddings.device)
     return {
@@ -180,6 +184,16 @@ def _text_conditioning(
             "encoder_hidden_states": embeddings[last],
             "encoder_attention_mask": mask[last],
         },
+    }
+
+
+def _rows(
+    text: Mapping[str, Mapping[str, Tensor]], start: int, count: int
+) -> dict[str, dict[str, Tensor]]:
+    """The same for `count` of the prompts."""
+    return {
+        side: {key: value[start : start + count] for key, value in tensors.items()}
+        for side, tensors in text.items()
     }
 
 
