@@ -28,6 +28,7 @@ from megaslide.cli.display import (
     status,
 )
 from megaslide.cli.evaluation import evaluate
+from megaslide.cli.export import export
 from megaslide.cli.plan import plan
 from megaslide.cli.refusals import Verbs, fail, writes_to
 from megaslide.errors import InputError
@@ -256,6 +257,7 @@ def _information(what: str, disk: Path) -> "tuple[Any, Table | None]":
 
 
 app.command()(convert)
+app.command()(export)
 app.command()(plan)
 
 
