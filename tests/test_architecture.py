@@ -16,9 +16,9 @@ PACKAGE = Path(__file__).parent.parent / "src" / "megaslide"
 LEVELS = {
     "errors": 0, "tracing": 0,
     "config": 1,
-    "ops": 2, "pages": 2, "runs": 2, "weights": 2,
+    "hub": 2, "ops": 2, "pages": 2, "runs": 2, "weights": 2,
     "models": 3, "streaming": 3, "diffusion": 3, "data": 3,
-    "sampling": 4, "evaluation": 4, "planning": 4,
+    "sampling": 4, "exporting": 4, "evaluation": 4, "planning": 4,
     "training": 5,
     "demo": 6,
     "cli": 7, "__init__": 7,

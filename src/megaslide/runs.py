@@ -62,6 +62,18 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / STATE).read_text())
 
 
+def weights_folder(checkpoint: Path, ema: bool | None) -> str:
+    """The folder of a checkpoint's averaged weights or of the last ones; None: averaged if there.
+
+    Raises:
+        InputError: averaged ones are asked for and were not saved.
+    """
+    has_ema = (checkpoint / "ema").is_dir()
+    if ema and not has_ema:
+        raise InputError(f"{checkpoint}: no averaged weights", "train with train.use_ema=true")
+    return "ema" if has_ema and ema is not False else "transformer"
+
+
 def publish(
     run: Path, step: int, write: Callable[[Path], None], *, needed_bytes: int, limit: int | None
 ) -> Path:

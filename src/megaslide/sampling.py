@@ -30,10 +30,11 @@ from megaslide.data.text import TextEncoder, build_text_encoder
 from megaslide.data.video import write_video
 from megaslide.diffusion.objectives import Denoiser
 from megaslide.diffusion.recipes import FULL_RANGE, Recipe
-from megaslide.diffusion.samplers import Progress, sample_latents
+from megaslide.diffusion.samplers import Progress, draw_noise, sample_latents
 from megaslide.errors import InputError
 from megaslide.models.network import Network, saved_network
-from megaslide.runs import CONFIG, find_checkpoint, read_state
+from megaslide.models.pretrained.pipelines import KINDS, FamilyPipeline
+from megaslide.runs import CONFIG, find_checkpoint, read_state, weights_folder
 from megaslide.streaming import StreamedModel, stream
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ def generate(
     device: torch.device | str,
     negative_prompt: str = "",
     batch_size: int = 4,
+    pipeline: FamilyPipeline | None = None,
     progress: Progress | None = None,
 ) -> list[Frames]:
     """Sample one clip per prompt; `settings.prompts`, `.bucket` and `.fps` are not read here.
@@ -70,6 +72,7 @@ def generate(
         negative_prompt: what guidance leads away from; the empty caption of training by default.
         batch_size: prompts sampled together. Streamed weights cross the link once per step and
             batch, so larger is faster where activations fit.
+        pipeline: samples instead of `model` and `shift`, where a pretrained family has one.
         progress: called with (model steps done, in all) over all batches.
 
     Returns:
@@ -84,23 +87,46 @@ def generate(
             f"{len(prompts)} prompts and batch_size={batch_size}; both must be 1 or more"
         )
     starts = range(0, len(prompts), batch_size)
+    text = _text_conditioning(text_encoder, prompts, negative_prompt, device)
+    text_encoder.close()
     clips: list[Frames] = []
     for number, start in enumerate(starts):
         batch = prompts[start : start + batch_size]
-        latents = sample_latents(
-            model,
-            (len(batch), codec.channels, *codec.latent_shape(bucket)),
-            steps=settings.num_inference_steps,
-            guidance_scale=settings.guidance_scale,
-            shift=shift,
-            generator=[prompt_generator(settings.seed, start + i) for i in range(len(batch))],
+        latents = _latents(
+            model, pipeline, (len(batch), codec.channels, *codec.latent_shape(bucket)),
+            settings=settings, shift=shift, **_rows(text, start, len(batch)),
+            generators=[prompt_generator(settings.seed, start + i) for i in range(len(batch))],
             progress=_overall(progress, number, len(starts)),
-            **_text_conditioning(text_encoder, batch, negative_prompt, device),
-        )
+        )  # fmt: skip
         # One clip at a time: pixels take far more memory than latents.
         for prompt, row in zip(batch, latents.split(1), strict=True):
             clips.append(_frames_of(codec, row, bucket[0], prompt))
+    codec.close()
     return clips
+
+
+def _latents(
+    model: Denoiser,
+    pipeline: FamilyPipeline | None,
+    shape: tuple[int, ...],
+    *,
+    settings: SampleConfig,
+    shift: float,
+    generators: Sequence[torch.Generator],
+    conditioning: Mapping[str, Tensor],
+    negative: Mapping[str, Tensor],
+    progress: Progress | None,
+) -> Tensor:
+    steps, scale = settings.num_inference_steps, settings.guidance_scale
+    if pipeline is not None:
+        noise = draw_noise(shape, generators, conditioning["encoder_hidden_states"].device)
+        return pipeline.latents(
+            noise, conditioning, negative, steps=steps, guidance_scale=scale, progress=progress
+        )
+    return sample_latents(
+        model, shape, steps=steps, guidance_scale=scale, shift=shift, generator=generators,
+        conditioning=conditioning, negative=negative, progress=progress,
+    )  # fmt: skip
 
 
 def prompt_generator(seed: int, index: int) -> torch.Generator:
@@ -168,7 +194,8 @@ def slug(prompt: str) -> str:
 def _text_conditioning(
     text_encoder: TextEncoder, prompts: Sequence[str], negative: str, device: torch.device | str
 ) -> dict[str, dict[str, Tensor]]:
-    """Arguments `conditioning` and `negative` of the sampler. One call encodes all: one length."""
+    """Arguments `conditioning` and `negative` of the sampler, of all prompts: an encoder is loaded
+    once, and what it gives is of one length."""
     embeddings, mask = (each.to(device) for each in text_encoder.encode([*prompts, negative]))
     last = torch.full((len(prompts),), len(prompts), device=embeddings.device)
     return {
@@ -180,6 +207,16 @@ def _text_conditioning(
             "encoder_hidden_states": embeddings[last],
             "encoder_attention_mask": mask[last],
         },
+    }
+
+
+def _rows(
+    text: Mapping[str, Mapping[str, Tensor]], start: int, count: int
+) -> dict[str, dict[str, Tensor]]:
+    """The same for `count` of the prompts."""
+    return {
+        side: {key: value[start : start + count] for key, value in tensors.items()}
+        for side, tensors in text.items()
     }
 
 
@@ -254,7 +291,7 @@ def sample_run(
     if not prompts:
         raise InputError(f"{checkpoint}: its config has no sample.prompts", "give --prompt")
     codec = build_codec(config.data.codec)
-    weights = checkpoint / _weights_folder(checkpoint, ema)
+    weights = checkpoint / weights_folder(checkpoint, ema)
     network = saved_network(weights, config)
     recipe = Recipe(
         train=config.train,
@@ -268,6 +305,7 @@ def sample_run(
         frames = generate(
             network.denoiser(model, dtype), codec, build_text_encoder(config.data.text), prompts,
             bucket=bucket, settings=sample, shift=shift, device="cpu", progress=progress,
+            pipeline=family_pipeline(network, recipe, codec, model, dtype),
         )  # fmt: skip
     folder = out or checkpoint.parent / "samples" / checkpoint.name
     return save_samples(frames, prompts, folder, sample.fps, sample)
@@ -281,32 +319,45 @@ def sample_size(sample: SampleConfig, config: Config, codec: Codec, patch_size: 
     return codec.fit_size(parse_triple(sample.bucket or config.data.buckets[0]), patch_size)
 
 
-def _weights_folder(checkpoint: Path, ema: bool | None) -> str:
-    has_ema = (checkpoint / "ema").is_dir()
-    if ema and not has_ema:
-        raise InputError(f"{checkpoint}: no averaged weights", "train with train.use_ema=true")
-    return "ema" if has_ema and ema is not False else "transformer"
-
-
 def sampling_shift(recipe: Recipe, codec: Codec, network: Network, bucket: Triple) -> float:
     """Timestep shift for clips of `bucket` pixels.
 
     Raises:
         InputError: a model that this sampler cannot sample by itself.
     """
-    if recipe.is_v_prediction:
-        raise InputError(
-            f"{network.name}: only flow matching is sampled here, not v-prediction",
-            "load the checkpoint's transformer into the model's own diffusers pipeline",
-        )
     if recipe.sigma_range != FULL_RANGE:
         low, high = recipe.sigma_range
         raise InputError(
             f"{network.name}: an expert for noise levels {low:g} to {high:g} cannot sample alone",
             "load both experts into their diffusers pipeline",
         )
+    if recipe.is_v_prediction:
+        if has_pipeline(network, codec):
+            return 1.0
+        raise InputError(
+            f"{network.name}: v-prediction is sampled by the family's own pipeline, from latents "
+            "of its own autoencoder",
+            "set data.codec.name=vae, or load the transformer into a pipeline of your own",
+        )
     voxels = math.prod(codec.latent_shape(bucket))
     return recipe.shift(voxels // math.prod(network.patch_size))
+
+
+def has_pipeline(network: Network, codec: Codec) -> bool:
+    """Whether the family's own pipeline can sample: it wants latents of its own autoencoder."""
+    return network.name in KINDS and codec.settings()["name"] == "vae"
+
+
+def family_pipeline(
+    network: Network, recipe: Recipe, codec: Codec, model: StreamedModel, dtype: torch.dtype
+) -> FamilyPipeline | None:
+    """The family's own pipeline around `model`; None where the sampler here is used."""
+    if network.source is None or recipe.scheduler is None or not has_pipeline(network, codec):
+        return None
+    return FamilyPipeline(
+        network.name, family=network.family, model=model, dtype=dtype,
+        scheduler=recipe.sampling_scheduler, block=codec.block,
+    )  # fmt: skip
 
 
 def forward_only(network: Network, dtype: torch.dtype, slots: int) -> StreamedModel:

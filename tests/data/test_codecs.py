@@ -221,9 +221,5 @@ def test_pixel_codec_only_rearranges() -> None:
 def test_build_codec() -> None:
     assert build_codec(CodecConfig()).settings()["channels"] == 48
     assert build_codec(CodecConfig(name="pixel", block="1x4x4")).channels == 48
-    for config, match in [
-        (CodecConfig(name="vae"), "'vae' is not known"),
-        (CodecConfig(channels=193), "channels=193: a .1, 8, 8. block has 1 to 192"),
-    ]:
-        with pytest.raises(InputError, match=match):
-            build_codec(config)
+    with pytest.raises(InputError, match=r"channels=193: a .1, 8, 8. block has 1 to 192"):
+        build_codec(CodecConfig(channels=193))

@@ -28,6 +28,7 @@ from megaslide.cli.display import (
     status,
 )
 from megaslide.cli.evaluation import evaluate
+from megaslide.cli.export import export
 from megaslide.cli.plan import plan
 from megaslide.cli.refusals import Verbs, fail, writes_to
 from megaslide.errors import InputError
@@ -256,6 +257,7 @@ def _information(what: str, disk: Path) -> "tuple[Any, Table | None]":
 
 
 app.command()(convert)
+app.command()(export)
 app.command()(plan)
 
 
@@ -265,10 +267,12 @@ app.command()(plan)
 def _resolve(config: "Config") -> "Network":
     """The model's sizes: a bad combination is refused here, before hours of preparation."""
     from megaslide.data.codecs import build_codec
+    from megaslide.data.text import build_text_encoder
     from megaslide.models.network import network_of
 
     channels = build_codec(config.data.codec).channels
-    return network_of(config, channels=channels, text_dim=config.data.text.dim)
+    text_dim = build_text_encoder(config.data.text).dim
+    return network_of(config, channels=channels, text_dim=text_dim)
 
 
 def _is_prepared(config: "Config") -> bool:

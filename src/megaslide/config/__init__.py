@@ -1,21 +1,17 @@
 """The run configuration: one YAML file, checked before anything starts."""
 
+from megaslide.config.data import CodecConfig, DataConfig, TextConfig
 from megaslide.config.files import load_config, save_config
+from megaslide.config.section import Section, Triple, parse_triple
 from megaslide.config.sections import (
     AttentionConfig,
-    CodecConfig,
     Config,
-    DataConfig,
     LogConfig,
     ModelConfig,
     OffloadConfig,
     OptimConfig,
     SampleConfig,
-    Section,
-    TextConfig,
     TrainConfig,
-    Triple,
-    parse_triple,
 )
 
 __all__ = [

@@ -5,18 +5,12 @@ anything before recognises every key.
 """
 
 import re
-from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
-Triple = tuple[int, int, int]
-
-
-class Section(BaseModel):
-    """Base of all sections: keyword-only, immutable, unknown keys refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+from megaslide.config.data import DataConfig
+from megaslide.config.section import Section, Triple, changed_keys, parse_triple
 
 
 class ModelConfig(Section):
@@ -84,70 +78,6 @@ class AttentionConfig(Section):
         if not named and not listed:
             raise ValueError("layers are `all`, `every-k` such as every-2, or a list of indices")
         return layers
-
-
-class CodecConfig(Section):
-    """How pixels become latents."""
-
-    name: str = "dct"
-    """`dct` (weight-free block DCT) or `pixel` (space to depth)."""
-    block: str = "1x8x8"
-    """Pixels per latent voxel, TxHxW: `1x8x8` or `4x8x8`."""
-    channels: int = Field(48, gt=0)
-    """Latent channels kept (dct only)."""
-
-    @field_validator("block")
-    @classmethod
-    def _block_parses(cls, block: str) -> str:
-        parse_triple(block)
-        return block
-
-
-class TextConfig(Section):
-    """How captions become embeddings."""
-
-    name: str = "hashed_ngram"
-    """Text encoder; `hashed_ngram` needs no weights and is deterministic."""
-    dim: int = Field(128, gt=0)
-    """Channels of one text token."""
-    max_length: int = Field(32, gt=0)
-    """Text tokens kept; longer captions are cut, shorter ones masked."""
-
-
-class DataConfig(Section):
-    """Clips, captions, and the cache of their latents."""
-
-    path: str = ""
-    """Folder of clips with captions, or a metadata.jsonl / metadata.csv."""
-    cache_dir: str = ""
-    """Where latents and text embeddings are cached."""
-    buckets: tuple[str, ...] = ("8x64x64",)
-    """Sizes in pixels, FRAMESxHEIGHTxWIDTH; a clip goes to the best fitting one."""
-    target_fps: float | None = Field(None, gt=0)
-    """Resample clips to this frame rate; None keeps each clip's own."""
-    frame_choice: Literal["head", "middle", "random", "uniform"] = "head"
-    """Which frames of a longer clip: the first; the middle; random or evenly spread windows."""
-    windows_per_clip: int = Field(1, gt=0)
-    """Windows cut from each clip (random and uniform)."""
-    missing_caption: Literal["error", "empty", "skip"] = "error"
-    """What to do with a clip that has no caption."""
-    caption_dropout: float = Field(0.1, ge=0, le=1)
-    """Share of training captions replaced by the empty one, for classifier-free guidance."""
-    validation_split: float = Field(0.05, ge=0, lt=1)
-    """Share of clips held out for eval/loss, chosen by content hash."""
-    codec: CodecConfig = CodecConfig()
-    text: TextConfig = TextConfig()
-    seed: int = 0
-    """Seed of `frame_choice: random`."""
-
-    @field_validator("buckets")
-    @classmethod
-    def _buckets_parse(cls, buckets: tuple[str, ...]) -> tuple[str, ...]:
-        for bucket in buckets:
-            parse_triple(bucket)
-        if not buckets:
-            raise ValueError("buckets is empty; give at least one FRAMESxHEIGHTxWIDTH")
-        return buckets
 
 
 class OptimConfig(Section):
@@ -301,6 +231,33 @@ class Config(Section):
     sample: SampleConfig = SampleConfig()
     log: LogConfig = LogConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _data_follows_the_model(cls, values: Any) -> Any:
+        """A VAE or text encoder that names no pipeline is that of the model."""
+        plain = _plain(values)
+        model, data = plain.get("model"), plain.get("data")
+        if not isinstance(model, dict) or not isinstance(data, dict):
+            return values
+        source = {key: model.get(key) for key in ("pretrained_model_name_or_path", "revision")}
+        for section, name in (("codec", "vae"), ("text", "encoder")):
+            chosen = data.get(section)
+            if not isinstance(chosen, dict) or chosen.get("name") != name:
+                continue
+            if chosen.get("pretrained_model_name_or_path") is None:
+                data[section] = chosen | source
+        return plain
+
+    @model_validator(mode="after")
+    def _pretrained_data_has_a_source(self) -> "Config":
+        for section, part in (("codec", self.data.codec), ("text", self.data.text)):
+            if part.name in ("vae", "encoder") and part.pretrained_model_name_or_path is None:
+                raise ValueError(
+                    f"data.{section}.name={part.name} needs a pretrained model: set "
+                    f"data.{section}.pretrained_model_name_or_path, or the model's"
+                )
+        return self
+
     @model_validator(mode="after")
     def _pretrained_models_have_their_own(self) -> "Config":
         attention = self.attention
@@ -309,11 +266,11 @@ class Config(Section):
                 raise ValueError("attention.layers is for pretrained models; a VideoDiT has one")
             return self
         names = ("preset", "patch_size", "hidden_size", "num_layers", "num_attention_heads")
-        if changed := _changed(self.model, names):
+        if changed := changed_keys(self.model, names):
             what = f"model.{changed[0]}"
             raise ValueError(f"{what} is for a VideoDiT of ours; a pretrained model has its own")
         options = set(AttentionConfig.model_fields) - {"kind", "backend"}
-        changed = _changed(attention, sorted(options))
+        changed = changed_keys(attention, sorted(options))
         if attention.kind in ("auto", "dense") and changed:
             raise ValueError(
                 f"attention.{changed[0]} without attention.kind: a pretrained model keeps its "
@@ -332,16 +289,10 @@ class Config(Section):
         return self
 
 
-def _changed(section: Section, names: Sequence[str]) -> list[str]:
-    """Those of the keys that do not have their default."""
-    default = type(section)()
-    return [name for name in names if getattr(section, name) != getattr(default, name)]
-
-
-def parse_triple(text: str) -> Triple:
-    """`"8x64x96"` as (8, 64, 96); ValueError names what is accepted."""
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
-    if match is None:
-        raise ValueError(f"{text!r} is not TxHxW, such as 8x64x96")
-    t, h, w = (int(group) for group in match.groups())
-    return t, h, w
+def _plain(values: Any) -> Any:
+    """Sections as dictionaries, all the way down, in a copy."""
+    if isinstance(values, BaseModel):
+        return _plain(values.model_dump())
+    if isinstance(values, dict):
+        return {key: _plain(value) for key, value in values.items()}
+    return values

@@ -145,7 +145,8 @@ def _rank(key: str, seed: int, start: int) -> bytes:
 def _rule(codec: Codec, patch_size: Triple) -> str:
     bt, bh, bw = codec.block
     pt, ph, pw = patch_size
-    frames = f"{bt * pt}n+{bt * (pt - 1) + 1}" if bt > 1 else f"multiples of {pt}"
+    step, least = bt * math.lcm(pt, codec.frame_step), bt * (pt - 1) + 1
+    frames = f"{step}n+{least}" if step > pt else f"multiples of {pt}"
     return (
         f"codec block {bt}x{bh}x{bw} and patch {pt}x{ph}x{pw} need {frames} frames, "
         f"height a multiple of {bh * ph}, width a multiple of {bw * pw}"

@@ -32,6 +32,8 @@ class Codec(Protocol):
     """Latent channels C."""
     block: Triple
     """Pixels per latent voxel (t, h, w)."""
+    frame_step: int
+    """Latent frames come in 1 + a multiple of this; 1 allows any number."""
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Pixels `[B, 3, T, H, W]` in [-1, 1] to latents `[B, C, t, h, w]` float32."""
@@ -58,6 +60,83 @@ class Codec(Protocol):
     def settings(self) -> dict[str, Any]:
         """What latents depend on, as JSON values; part of every cache key."""
         ...
+
+    def close(self) -> None:
+        """Give back memory that weights take; the next call loads them again."""
+        ...
+
+
+class BlockGrid:
+    """Sizes of codecs that map a block of pixels to a voxel, the first frame to one of its own."""
+
+    block: Triple
+    frame_step: int = 1
+
+    def latent_shape(self, size: Triple) -> Triple:
+        if min(size) < 1 or self.fit_size(size) != size:
+            bt, bh, bw = self.block
+            step = bt * self.frame_step
+            rule = f"{step}n+1 frames" if step > 1 else "any number of frames"
+            raise ValueError(
+                f"size {size} does not divide into blocks: need {rule}, height a multiple of {bh}, "
+                f"width a multiple of {bw}"
+            )
+        return self._voxels(size)
+
+    def fit_size(self, size: Triple, patch_size: Triple = (1, 1, 1)) -> Triple:
+        voxels = self._voxels(size)
+        h, w = (n // p * p for n, p in zip(voxels[1:], patch_size[1:], strict=True))
+        t = self._fit_frames(voxels[0], patch_size[0])
+        bt, bh, bw = self.block
+        if min(t, h, w) < 1:
+            _, ph, pw = patch_size
+            least = (bt * (self._fewest(patch_size[0]) - 1) + 1, bh * ph, bw * pw)
+            raise ValueError(f"size {size} is smaller than one patch, {least} pixels")
+        return bt * (t - 1) + 1, h * bh, w * bw
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _fit_frames(self, frames: int, patch: int) -> int:
+        """The most latent frames within `frames` that the codec and patches allow; 0: none."""
+        allowed = (n for n in range(frames, 0, -1) if n % patch == 0)
+        return next((n for n in allowed if (n - 1) % self.frame_step == 0), 0)
+
+    def _fewest(self, patch: int) -> int:
+        for n in range(patch, patch * (self.frame_step + 1), patch):
+            if (n - 1) % self.frame_step == 0:
+                return n
+        raise ValueError(
+            f"patches of {patch} latent frames never fill the 1 + {self.frame_step}n latent frames "
+            "that the autoencoder can decode"
+        )
+
+    def _voxels(self, size: Triple) -> Triple:
+        bt, bh, bw = self.block
+        return (size[0] + bt - 1) // bt, size[1] // bh, size[2] // bw
+
+    def _check_pixels(self, pixels: Tensor) -> None:
+        if pixels.ndim != 5 or pixels.shape[1] != 3 or not pixels.is_floating_point():
+            raise ValueError(
+                f"pixels are {pixels.dtype} {tuple(pixels.shape)}; need float [B, 3, T, H, W]"
+            )
+        t, h, w = pixels.shape[2:]
+        self.latent_shape((t, h, w))
+        low, high = pixels.aminmax()
+        # 8-bit frames in [0, 255] or pixels in [0, 1] by mistake give washed-out latents for ever.
+        if low < -1.5 or high > 1.5:
+            raise ValueError(f"pixels reach from {low:.3g} to {high:.3g}; need [-1, 1]")
+
+    def _check_latents(self, latents: Tensor, channels: int, frames: int | None) -> int:
+        """Frames that the latents decode to."""
+        if latents.ndim != 5 or latents.shape[1] != channels:
+            raise ValueError(
+                f"latents have shape {tuple(latents.shape)}; need [B, {channels}, t, h, w]"
+            )
+        whole = self.block[0] * (latents.shape[2] - 1) + 1
+        if frames is not None and frames != whole:
+            raise ValueError(f"{latents.shape[2]} latent frames are {whole} frames, not {frames}")
+        return whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +198,7 @@ _COLOUR = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, -1.0], [-0.5, 1.0, -0.5]], d
 _COLOUR = _COLOUR / _COLOUR.norm(dim=1, keepdim=True)
 
 
-class BlockCodec:
+class BlockCodec(BlockGrid):
     """A linear map per block: latent = (basis · block − mean) / std.
 
     Args:
@@ -153,40 +232,12 @@ class BlockCodec:
         return latents.movedim(-1, 1).contiguous()
 
     def decode(self, latents: Tensor, frames: int | None = None) -> Tensor:
-        if latents.ndim != 5 or latents.shape[1] != self.channels:
-            raise ValueError(
-                f"latents have shape {tuple(latents.shape)}; need [B, {self.channels}, t, h, w]"
-            )
-        bt = self.block[0]
-        repeats = bt - 1
-        whole = latents.shape[2] * bt - repeats
-        if frames is not None and frames != whole:
-            raise ValueError(f"{latents.shape[2]} latent frames are {whole} frames, not {frames}")
+        self._check_latents(latents, self.channels, frames)
         blocks = latents.float().movedim(1, -1)
         blocks = blocks * self._std.to(blocks.device) + self._mean.to(blocks.device)
         if self._basis is not None:
             blocks = blocks @ self._basis.to(blocks.device)
-        return _from_blocks(blocks, self.block)[:, :, repeats:]
-
-    def latent_shape(self, size: Triple) -> Triple:
-        if min(size) < 1 or self.fit_size(size) != size:
-            bt, bh, bw = self.block
-            rule = f"{bt}n+1 frames" if bt > 1 else "any number of frames"
-            raise ValueError(
-                f"size {size} does not divide into blocks: need {rule}, height a multiple of {bh}, "
-                f"width a multiple of {bw}"
-            )
-        return self._voxels(size)
-
-    def fit_size(self, size: Triple, patch_size: Triple = (1, 1, 1)) -> Triple:
-        t, h, w = (n // p * p for n, p in zip(self._voxels(size), patch_size, strict=True))
-        if min(t, h, w) < 1:
-            bt, bh, bw = self.block
-            pt, ph, pw = patch_size
-            least = (bt * (pt - 1) + 1, bh * ph, bw * pw)
-            raise ValueError(f"size {size} is smaller than one patch, {least} pixels")
-        bt, bh, bw = self.block
-        return bt * (t - 1) + 1, h * bh, w * bw
+        return _from_blocks(blocks, self.block)[:, :, self.block[0] - 1 :]
 
     def settings(self) -> dict[str, Any]:
         block = "x".join(map(str, self.block))
@@ -196,22 +247,6 @@ class BlockCodec:
             "channels": self.channels,
             "version": self.version,
         }
-
-    def _voxels(self, size: Triple) -> Triple:
-        bt, bh, bw = self.block
-        return (size[0] + bt - 1) // bt, size[1] // bh, size[2] // bw
-
-    def _check_pixels(self, pixels: Tensor) -> None:
-        if pixels.ndim != 5 or pixels.shape[1] != 3 or not pixels.is_floating_point():
-            raise ValueError(
-                f"pixels are {pixels.dtype} {tuple(pixels.shape)}; need float [B, 3, T, H, W]"
-            )
-        t, h, w = pixels.shape[2:]
-        self.latent_shape((t, h, w))
-        low, high = pixels.aminmax()
-        # 8-bit frames in [0, 255] or pixels in [0, 1] by mistake give washed-out latents for ever.
-        if low < -1.5 or high > 1.5:
-            raise ValueError(f"pixels reach from {low:.3g} to {high:.3g}; need [-1, 1]")
 
 
 def dct_codec(block: Triple, channels: int) -> BlockCodec:
@@ -259,17 +294,19 @@ def build_codec(config: CodecConfig) -> Codec:
     """The codec a config names.
 
     Raises:
-        InputError: unknown name, malformed block, or channels beyond the block.
+        InputError: malformed block, channels beyond the block, or no usable autoencoder.
     """
+    if config.name == "vae":
+        from megaslide.data.vae import find_vae
+
+        return find_vae(config)
     try:
         block = parse_triple(config.block)
         if config.name == "dct":
             return dct_codec(block, config.channels)
     except ValueError as error:
         raise InputError(f"data.codec: {error}") from None
-    if config.name == "pixel":
-        return pixel_codec(block)
-    raise InputError(f"data.codec.name={config.name!r} is not known", "choose dct or pixel")
+    return pixel_codec(block)
 
 
 def _dct_basis(block: Triple) -> Tensor:

@@ -82,11 +82,13 @@ def prepare(
             _add_clip(source, contents[source], config, codec, buckets, cache, found)
         if progress is not None:
             progress(number, len(contents), source.clip_id)
+    codec.close()  # before the text encoder loads: either may be all that memory holds
     usable = [source for source in found.sources if contents[source] in cache.clips]
     if not usable:
         raise _nothing_left(path, found)
     split = split_contents([contents[source] for source in usable], config.validation_split)
     tokens, rows = _encode_text(encoder, [source.caption for source in usable])
+    encoder.close()
     cache.pack()
     samples = [
         sample

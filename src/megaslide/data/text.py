@@ -1,4 +1,4 @@
-"""Text encoders: captions as token embeddings; weight-free here, pretrained ones join later.
+"""Text encoders: captions as token embeddings; weight-free here, pretrained in text_encoders.py.
 
 `hashed_ngram` needs no download and no vocabulary. A word is the normalised sum of hashed vectors
 of itself and of its character n-grams, so that different words are nearly orthogonal while
@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from megaslide.config import TextConfig
-from megaslide.errors import InputError
 
 Tensor = torch.Tensor
+DEFAULT_LENGTH = 32
+"""Tokens where a config does not say."""
 
 # Words of letters and digits (with inner apostrophes); in scripts written without spaces,
 # every ideograph or kana is a word of its own.
@@ -56,6 +57,10 @@ class TextEncoder(Protocol):
 
     def settings(self) -> dict[str, Any]:
         """What embeddings depend on, as JSON values; part of the cache key."""
+        ...
+
+    def close(self) -> None:
+        """Give back memory that weights take; the next call loads them again."""
         ...
 
 
@@ -98,16 +103,21 @@ class HashedNgramEncoder:
             "version": self.version,
         }
 
+    def close(self) -> None:
+        """Nothing to give back."""
+
 
 def build_text_encoder(config: TextConfig) -> TextEncoder:
     """The text encoder a config names.
 
     Raises:
-        InputError: unknown name.
+        InputError: a pretrained one that is not there or not known.
     """
-    if config.name == "hashed_ngram":
-        return HashedNgramEncoder(config.dim, config.max_length)
-    raise InputError(f"text.name={config.name!r} is not known", "choose hashed_ngram")
+    if config.name == "encoder":
+        from megaslide.data.text_encoders import find_text_encoder
+
+        return find_text_encoder(config)
+    return HashedNgramEncoder(config.dim, config.max_length or DEFAULT_LENGTH)
 
 
 def split_words(caption: str) -> list[str]:

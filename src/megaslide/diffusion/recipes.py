@@ -62,6 +62,15 @@ class Recipe:
             return self.train.shift
         return 1.0 if self.scheduler is None else scheduler_shift(self.scheduler, tokens)
 
+    @property
+    def sampling_scheduler(self) -> dict[str, Any]:
+        """scheduler_config.json for sampling, with the config's shift where that has one."""
+        values = dict(self.scheduler or {})
+        if self.train.shift is None:
+            return values
+        key = "flow_shift" if values.get("use_flow_sigmas") else "shift"
+        return values | {key: self.train.shift, "use_dynamic_shifting": False}
+
 
 def scheduler_shift(scheduler: Mapping[str, Any], tokens: int) -> float:
     """The shift s of sigma' = s·sigma/(1 + (s − 1)·sigma) that a flow-matching scheduler applies.

@@ -80,7 +80,7 @@ def sample_latents(
     guided = bool(negative) and guidance_scale != 1
     if guided:
         conditioning = _concatenate(conditioning, negative or {})
-    latents = _noise(shape, generator, _device(conditioning, generator))
+    latents = draw_noise(shape, generator, _device(conditioning, generator))
     for step, (sigma, timestep) in enumerate(
         zip(scheduler.sigmas[:-1], scheduler.timesteps, strict=True)
     ):
@@ -109,7 +109,7 @@ def _scheduler(sigmas: Tensor) -> Any:
     return scheduler
 
 
-def _noise(shape: Sequence[int], generator: Generators, device: torch.device) -> Tensor:
+def draw_noise(shape: Sequence[int], generator: Generators, device: torch.device) -> Tensor:
     """N(0, 1) of `shape`, fp32 whatever the model's dtype, drawn where each generator lives."""
     if isinstance(generator, torch.Generator):
         noise = torch.randn(
@@ -120,7 +120,7 @@ def _noise(shape: Sequence[int], generator: Generators, device: torch.device) ->
         raise ValueError(
             f"{len(generator)} generators for a batch of {shape[0]}; pass one, or one per sample"
         )
-    return torch.cat([_noise((1, *shape[1:]), each, device) for each in generator])
+    return torch.cat([draw_noise((1, *shape[1:]), each, device) for each in generator])
 
 
 def _device(conditioning: Mapping[str, Any], generator: Generators) -> torch.device:

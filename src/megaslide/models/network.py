@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaslide.config import Config, Triple
+from megaslide.config import Config, DataConfig, Triple
 from megaslide.errors import InputError
 from megaslide.models.checkpoint import load_weights, read_config
 from megaslide.models.dit import VideoDiT, count_parameters
@@ -183,7 +183,7 @@ def network_of(config: Config, *, channels: int, text_dim: int) -> Network:
         sizes = resolve_config(model, config.attention, in_channels=channels, text_dim=text_dim)
         return OwnNetwork(name=model.preset, config=sizes)
     network = pretrained_network(config)
-    _require_inputs(network, channels, text_dim)
+    _require_inputs(network, config.data, channels, text_dim)
     return network
 
 
@@ -249,19 +249,25 @@ def _pretrained(source: Source, config: Config) -> PretrainedNetwork:
     return PretrainedNetwork(source=source, family=family, backend=config.attention.backend)
 
 
-def _require_inputs(network: PretrainedNetwork, channels: int, text_dim: int) -> None:
+def _require_inputs(
+    network: PretrainedNetwork, config: DataConfig, channels: int, text_dim: int
+) -> None:
     family, where = network.family, network.source.folder
     if channels != family.channels:
         raise InputError(
             f"{where}: {network.name} takes {family.channels} latent channels, data.codec makes "
             f"{channels}",
-            f"set data.codec.channels={family.channels}",
+            f"set data.codec.channels={family.channels}, or data.codec.name=vae for its own"
+            if config.codec.name != "vae"
+            else "set data.codec.pretrained_model_name_or_path to the pipeline it belongs to",
         )
     if text_dim != family.text_dim:
         raise InputError(
             f"{where}: {network.name} takes text of {family.text_dim} channels, data.text makes "
             f"{text_dim}",
-            f"set data.text.dim={family.text_dim}",
+            f"set data.text.dim={family.text_dim}, or data.text.name=encoder for its own"
+            if config.text.name != "encoder"
+            else "set data.text.pretrained_model_name_or_path to the pipeline it belongs to",
         )
     if family.needs_pooled_text:
         raise InputError(

@@ -99,9 +99,10 @@ def subject_of(
 def _of_run(config: Config, clip: Triple | None) -> Subject:
     from megaslide.data.buckets import fit_buckets
     from megaslide.data.codecs import build_codec
+    from megaslide.data.text import build_text_encoder
 
-    codec = build_codec(config.data.codec)
-    network = network_of(config, channels=codec.channels, text_dim=config.data.text.dim)
+    codec, encoder = build_codec(config.data.codec), build_text_encoder(config.data.text)
+    network = network_of(config, channels=codec.channels, text_dim=encoder.dim)
     if clip is None:
         buckets, _ = fit_buckets(config.data.buckets, codec, network.patch_size)
         clip = buckets[0].size
@@ -111,8 +112,8 @@ def _of_run(config: Config, clip: Triple | None) -> Subject:
     bf16 = config.train.mixed_precision == "bf16"
     return Subject(
         network=network, dtype=torch.bfloat16 if bf16 else torch.float32,
-        channels=codec.channels, text_dim=config.data.text.dim, latents=latents,
-        text_tokens=config.data.text.max_length, clips=clips,
+        channels=codec.channels, text_dim=encoder.dim, latents=latents,
+        text_tokens=encoder.max_length, clips=clips,
         choice=_choice(config, -(-batch // clips)),
     )  # fmt: skip
 

@@ -27,7 +27,13 @@ from megaslide.errors import InputError
 from megaslide.evaluation.validation import ValidationLoss, validation_loss
 from megaslide.models.network import Network, network_of
 from megaslide.models.pretrained.source import SCHEDULER
-from megaslide.sampling import generate, sample_size, sampling_shift, save_samples
+from megaslide.sampling import (
+    family_pipeline,
+    generate,
+    sample_size,
+    sampling_shift,
+    save_samples,
+)
 from megaslide.streaming import NonFiniteGradientError, StreamedModel, stream
 from megaslide.tracing import Trace, summarize
 from megaslide.training.schedules import learning_rate
@@ -65,6 +71,9 @@ class Trainer:
         self.dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
         self.model = self._build_model()
         self.denoiser = self.network.denoiser(self.model, self.dtype)
+        self.pipeline = family_pipeline(
+            self.network, self.recipe, self.codec, self.model, self.dtype
+        )
         self.device = torch.device(_device(config))
         self.generator = torch.Generator().manual_seed(train.seed)
         self.step = 0
@@ -186,6 +195,7 @@ class Trainer:
             frames = generate(
                 self.denoiser, self.codec, self.text_encoder, prompts,
                 bucket=bucket, settings=settings, shift=shift, device=self.device,
+                pipeline=self.pipeline,
             )  # fmt: skip
         return save_samples(frames, prompts, folder, settings.fps, settings)
 

@@ -5,17 +5,14 @@ transformer, a gated repository without a login) is refused here, before anythin
 message that names the file and the fix.
 """
 
-import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megaslide.errors import InputError
+from megaslide.hub import download
 from megaslide.weights import CONFIG_NAME, read_json, weight_files
-
-logger = logging.getLogger(__name__)
 
 PIPELINE = "model_index.json"
 SCHEDULER = Path("scheduler") / "scheduler_config.json"
@@ -59,7 +56,7 @@ def find_source(
     """
     root = Path(name_or_path).expanduser()
     if not root.exists():
-        root = _download(name_or_path, subfolder, revision)
+        root = download(name_or_path, (f"{subfolder}/*", str(SCHEDULER), PIPELINE), revision)
     folder = _transformer_folder(root, subfolder)
     config = read_json(folder / CONFIG_NAME, _LAYOUT_FIX)
     if not isinstance(config.get("_class_name"), str):
@@ -100,30 +97,3 @@ def _transformer_folder(root: Path, subfolder: str) -> Path:
 
 def _optional(path: Path) -> dict[str, Any] | None:
     return read_json(path, "copy the file again") if path.is_file() else None
-
-
-def _download(name: str, subfolder: str, revision: str | None) -> Path:
-    """The local copy of a repository on the hub: the transformer and what describes it."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise InputError(f"{name}: no such folder", "give a folder, or an id of the hub owner/name")
-    try:
-        from huggingface_hub import errors, snapshot_download
-    except ImportError as error:
-        raise ImportError("the hub needs diffusers: pip install 'megaslide[train]'") from error
-    wanted = [f"{subfolder}/*", str(SCHEDULER), PIPELINE]
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
-    except errors.GatedRepoError:
-        fix = "accept its terms on its page, then run `hf auth login`"
-        raise InputError(f"{name}: a gated repository that you have no access to", fix) from None
-    except errors.RepositoryNotFoundError:
-        problem = f"{name}: no such folder here, and no such repository on the hub"
-        raise InputError(
-            problem, "check the spelling; a private one needs `hf auth login`"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise InputError(f"{name}: has no revision {revision!r}", "set model.revision") from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        logger.debug("the hub could not be reached: %s", error)
-        problem = f"{name}: no such folder here, and the hub cannot be reached"
-        raise InputError(problem, "download it where there is a network, give its folder") from None

@@ -1,0 +1,37 @@
+"""`megaslide export`: a checkpoint as a folder that diffusers loads."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from megaslide.cli.display import count, size, status
+from megaslide.cli.refusals import writes_to
+
+
+def export(
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder or a checkpoint.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the model.")],
+    weights: Annotated[
+        Literal["ema", "raw"] | None,
+        typer.Option(help="Averaged or not. Default: averaged where they were saved."),
+    ] = None,
+    dtype: Annotated[
+        Literal["bf16", "fp32"] | None, typer.Option(help="Default: as each tensor was saved.")
+    ] = None,
+) -> None:
+    """Write a checkpoint's transformer for others to load with diffusers.
+
+    Keys are those of diffusers; the keys of the models' original repositories are not there.
+    """
+    with status("exporting"), writes_to(out):
+        from megaslide.exporting import export as export_checkpoint
+
+        done = export_checkpoint(source, out, weights=weights, dtype=dtype)
+    typer.echo(f"exported the {done.weights} weights of {done.checkpoint}")
+    typer.echo(f"{count(done.parameters)} parameters, {size(done.nbytes)}")
+    if done.from_masters:
+        typer.echo("values are the fp32 ones of the optimizer state")
+    if done.converted:
+        typer.echo("attention is converted: load it with megaslide.load")
+    typer.echo(f"wrote {done.folder} ({done.class_name})")

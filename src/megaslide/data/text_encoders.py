@@ -1,0 +1,239 @@
+"""The text encoders of pretrained video models, called as each family's pipeline calls them.
+
+A transformer was trained on exactly what its pipeline fed it: so many tokens, with or without a
+mask in the encoder, with zeros or with the encoder's own output where a caption had ended. Those
+differences are the table here; what they have in common is one class. Sources: diffusers 0.42,
+`pipelines/<family>`, `_get_t5_prompt_embeds`.
+
+Shapes: B captions, L tokens (max_length), D channels.
+"""
+
+import html
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaslide.config import TextConfig
+from megaslide.data.components import (
+    Component,
+    find_components,
+    pipeline_folder,
+    transformer_config,
+)
+from megaslide.errors import InputError
+
+VERSION = 1
+"""Counts changes to what an encoder's embeddings are here."""
+KEY = "data.text"
+SUBFOLDERS = ("text_encoder", "tokenizer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Convention:
+    """How a family's pipeline makes embeddings of a prompt."""
+
+    max_length: int
+    """Tokens L, the end token included."""
+    masked: bool = True
+    """Whether the encoder is told which tokens are padding. Where it is not, its output at a
+    caption's tokens depends on how many follow."""
+    padding_counts: bool = False
+    """Whether the transformer attends to what the encoder makes of padding."""
+    length_key: str | None = None
+    """Of the transformer's config.json, where the length may be another."""
+    cleaned: bool = False
+    """Whether broken encodings, HTML entities and runs of white space are mended first."""
+
+
+WAN = Convention(max_length=512, cleaned=True)
+CONVENTIONS: dict[str, Convention] = {
+    "WanTransformer3DModel": WAN,
+    "SkyReelsV2Transformer3DModel": WAN,
+    "CosmosTransformer3DModel": Convention(max_length=512),
+    "LTXVideoTransformer3DModel": Convention(max_length=128, masked=False),
+    "CogVideoXTransformer3DModel": Convention(
+        max_length=226, masked=False, padding_counts=True, length_key="max_text_seq_length"
+    ),
+    "MochiTransformer3DModel": Convention(max_length=256, length_key="max_sequence_length"),
+}
+"""By the class of the pipeline's transformer."""
+ENCODERS = ("T5EncoderModel", "UMT5EncoderModel")
+"""Classes of transformers whose last hidden state is the embedding."""
+
+
+class PretrainedTextEncoder:
+    """A text encoder with its tokenizer; each is loaded at its first use.
+
+    Args:
+        encoder: folder of the weights; computes in the dtype they are stored in.
+        tokenizer: folder of the tokenizer.
+        convention: of the family.
+        max_length: tokens L; None takes the family's.
+
+    Raises:
+        InputError: an encoder of another kind, or more tokens than the family takes.
+    """
+
+    def __init__(
+        self,
+        encoder: Component,
+        tokenizer: Component,
+        convention: Convention,
+        max_length: int | None = None,
+    ) -> None:
+        if encoder.class_name not in ENCODERS:
+            raise InputError(
+                f"{encoder.config_file}: {encoder.class_name or 'no class'} is not a text encoder "
+                "known here",
+                f"known are {', '.join(ENCODERS)}; encode captions of others in a loop of your own",
+            )
+        _require_length(max_length, convention)
+        self._encoder, self._tokenizer, self._convention = encoder, tokenizer, convention
+        self.dim = int(encoder.config["d_model"])
+        self.max_length = max_length or convention.max_length
+        self._loaded_tokenizer: Any = None
+        self._model: Any = None
+
+    @torch.no_grad()
+    def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        tokens = self._tokenize(
+            captions, padding="max_length", truncation=True, max_length=self.max_length,
+            return_tensors="pt",
+        )  # fmt: skip
+        ids, attended = tokens.input_ids, tokens.attention_mask  # [B, L]
+        model = self._load_model()
+        given = {"attention_mask": attended.to(model.device)} if self._convention.masked else {}
+        embeddings = model(ids.to(model.device), **given).last_hidden_state.float().cpu()
+        valid = torch.ones_like(attended) if self._convention.padding_counts else attended
+        mask = valid.bool()  # [B, L]
+        return embeddings.masked_fill(~mask[..., None], 0), mask
+
+    def count_tokens(self, caption: str) -> int:
+        return len(self._tokenize([caption]).input_ids[0])
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "name": "encoder",
+            "class": self._encoder.class_name,
+            "files": self._encoder.fingerprint(),
+            "tokenizer": self._tokenizer.fingerprint(),
+            "dim": self.dim,
+            "max_length": self.max_length,
+            "masked": self._convention.masked,
+            "padding_counts": self._convention.padding_counts,
+            "cleaning": _cleaning() if self._convention.cleaned else "none",
+            "version": VERSION,
+        }
+
+    def close(self) -> None:
+        self._model = None
+
+    def _tokenize(self, captions: Sequence[str], **options: Any) -> Any:
+        if self._loaded_tokenizer is None:
+            self._loaded_tokenizer = _load_tokenizer(self._tokenizer.folder)
+        prompts = [clean(c) for c in captions] if self._convention.cleaned else list(captions)
+        return self._loaded_tokenizer(
+            prompts, add_special_tokens=True, return_attention_mask=True, **options
+        )
+
+    def _load_model(self) -> Any:
+        if self._model is None:
+            self._model = _load_encoder(self._encoder)
+        return self._model
+
+
+def find_text_encoder(config: TextConfig) -> PretrainedTextEncoder:
+    """The encoder that `data.text` names; its weights are read at its first use.
+
+    Raises:
+        InputError: it is not there, or how its family uses it is not known here.
+    """
+    name, revision = config.pretrained_model_name_or_path, config.revision
+    assert name is not None
+    encoder, tokenizer = find_components(name, SUBFOLDERS, key=KEY, revision=revision)
+    root = pipeline_folder(name, SUBFOLDERS, revision)
+    return PretrainedTextEncoder(encoder, tokenizer, _convention(root), config.max_length)
+
+
+def clean(caption: str) -> str:
+    """A caption as Wan's pipeline cleans it; ftfy mends its encoding where that is installed."""
+    if importlib.util.find_spec("ftfy") is not None:
+        import ftfy
+
+        caption = ftfy.fix_text(caption)
+    caption = html.unescape(html.unescape(caption)).strip()
+    return re.sub(r"\s+", " ", caption).strip()
+
+
+def _cleaning() -> str:
+    return "whitespace" if importlib.util.find_spec("ftfy") is None else "ftfy"
+
+
+def _convention(root: Path) -> Convention:
+    transformer: Mapping[str, Any] = transformer_config(root, KEY)
+    name = str(transformer.get("_class_name"))
+    if name not in CONVENTIONS:
+        raise InputError(
+            f"{root}: how the pipeline of {name} encodes text is not known here",
+            f"known are {', '.join(sorted(CONVENTIONS))}",
+        )
+    found = CONVENTIONS[name]
+    length = transformer.get(found.length_key) if found.length_key else None
+    return found if length is None else replace(found, max_length=int(length))
+
+
+def _require_length(max_length: int | None, convention: Convention) -> None:
+    if max_length is None:
+        return
+    exact = not convention.masked
+    if max_length > convention.max_length or (exact and max_length != convention.max_length):
+        allowed = f"exactly {convention.max_length}" if exact else f"up to {convention.max_length}"
+        raise InputError(
+            f"{KEY}.max_length={max_length}: this family takes {allowed} tokens",
+            f"leave {KEY}.max_length out",
+        )
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    transformers = _transformers()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, ImportError) as error:
+        raise InputError(
+            f"{folder}: the tokenizer does not load: {error}", "copy the folder again, whole"
+        ) from None
+
+
+def _load_encoder(component: Component) -> Any:
+    transformers = _transformers()
+    try:
+        model, report = getattr(transformers, component.class_name).from_pretrained(
+            component.folder, dtype="auto", output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{component.folder}: {component.class_name} does not load: {error}",
+            "copy the folder again, whole",
+        ) from None
+    if missing := sorted(report["missing_keys"]):
+        raise InputError(
+            f"{component.folder}: {len(missing)} weights are missing, first {missing[0]!r}",
+            "take config.json and weights from one save",
+        )
+    return model.eval().requires_grad_(False)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "text encoders need transformers: pip install 'megaslide[pretrained]'"
+        ) from error
+    return transformers

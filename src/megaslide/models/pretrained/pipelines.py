@@ -1,0 +1,172 @@
+"""Sampling by a family's own diffusers pipeline, with a streamed transformer in it.
+
+What a fine-tuned model gives should be what its users will see, so its samples are made by the
+class that they will load it into: the published scheduler, its sigmas, its guidance. The pipeline
+gets no autoencoder and no text encoder; it starts from noise and embeddings that are given and
+stops at latents, which the codec decodes.
+
+Shapes: B prompts, C t h w latents, L text tokens of D channels.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaslide.config import Triple
+from megaslide.models.pretrained.families import Family, padded
+
+Progress = Callable[[int, int], None]
+TEXT, MASK = "encoder_hidden_states", "encoder_attention_mask"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """What differs between the pipelines."""
+
+    class_name: str
+    scales: tuple[str, str]
+    """Its attributes for frames and for pixels per latent voxel."""
+    text_length: Callable[[Mapping[str, Any]], int] | None = None
+    """Tokens to which text is padded, from the transformer's config.json."""
+    masks: bool = False
+    """Whether it takes masks of the text."""
+    layout: str = "volume"
+    """Of its latents: `volume` [B, C, t, h, w], `frames` [B, t, C, h, w] or `tokens` [B, N, C]."""
+    takes_fps: bool = False
+
+
+KINDS: dict[str, Kind] = {
+    "WanTransformer3DModel": Kind(
+        class_name="WanPipeline", text_length=lambda config: 512,
+        scales=("vae_scale_factor_temporal", "vae_scale_factor_spatial"),
+    ),
+    "LTXVideoTransformer3DModel": Kind(
+        class_name="LTXPipeline", masks=True, layout="tokens", takes_fps=True,
+        scales=("vae_temporal_compression_ratio", "vae_spatial_compression_ratio"),
+    ),
+    "CogVideoXTransformer3DModel": Kind(
+        class_name="CogVideoXPipeline", layout="frames",
+        text_length=lambda config: int(config["max_text_seq_length"]),
+        scales=("vae_scale_factor_temporal", "vae_scale_factor_spatial"),
+    ),
+    "MochiTransformer3DModel": Kind(
+        class_name="MochiPipeline", masks=True,
+        text_length=lambda config: int(config["max_sequence_length"]),
+        scales=("vae_temporal_scale_factor", "vae_spatial_scale_factor"),
+    ),
+}  # fmt: skip
+"""By the transformer's class. Cosmos' pipelines insist on a safety model of their own."""
+
+
+class FamilyPipeline:
+    """A pipeline around a streamed transformer.
+
+    Args:
+        class_name: of the transformer; one of `KINDS`.
+        family: of the transformer.
+        model: streamed; called as the transformer is, its `module` answers for the rest.
+        dtype: what latents and text are given in.
+        scheduler: scheduler_config.json.
+        block: pixels per latent voxel (t, h, w), h and w the same.
+    """
+
+    def __init__(
+        self,
+        class_name: str,
+        *,
+        family: Family,
+        model: Any,
+        dtype: torch.dtype,
+        scheduler: Mapping[str, Any],
+        block: Triple,
+    ) -> None:
+        import diffusers
+
+        self._kind, self._family, self._dtype, self._block = KINDS[class_name], family, dtype, block
+        known = getattr(diffusers, str(scheduler["_class_name"]))
+        self._pipeline: Any = getattr(diffusers, self._kind.class_name)(
+            tokenizer=None, text_encoder=None, vae=None, transformer=_Streamed(model, dtype),
+            scheduler=known.from_config(dict(scheduler)),
+        )  # fmt: skip
+        for attribute, scale in zip(self._kind.scales, block[:2], strict=True):
+            setattr(self._pipeline, attribute, scale)
+        self._pipeline.set_progress_bar_config(disable=True)
+
+    @torch.no_grad()
+    def latents(
+        self,
+        noise: Tensor,
+        conditioning: Mapping[str, Tensor],
+        negative: Mapping[str, Tensor],
+        *,
+        steps: int,
+        guidance_scale: float,
+        progress: Progress | None = None,
+    ) -> Tensor:
+        """From noise [B, C, t, h, w] fp32 to normalised latents of the same shape, fp32.
+
+        Args:
+            noise: N(0, 1).
+            conditioning: `encoder_hidden_states` [B, L, D] and `encoder_attention_mask` [B, L].
+            negative: the same for the negative prompt.
+            steps: model evaluations (twice as many with guidance).
+            guidance_scale: 1 or less turns guidance off.
+            progress: called after each step with (steps done, in all).
+        """
+        t, h, w = noise.shape[2:]
+        bt, bh, bw = self._block
+        speed = {"frame_rate": self._family.fps or 25.0} if self._kind.takes_fps else {}
+        latents = self._pipeline(
+            latents=self._packed(noise), num_frames=(t - 1) * bt + 1, height=h * bh, width=w * bw,
+            num_inference_steps=steps, guidance_scale=guidance_scale, output_type="latent",
+            return_dict=False, callback_on_step_end=_reporting(progress, steps),
+            **self._text(conditioning, ""), **self._text(negative, "negative_"), **speed,
+        )[0]  # fmt: skip
+        return self._unpacked(latents, noise).float()
+
+    def _text(self, given: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+        text, mask = given[TEXT].to(self._dtype), given[MASK].bool()
+        if self._kind.text_length is not None:
+            length = self._kind.text_length(self._family.config)
+            text, mask = padded(text, length), padded(mask[..., None], length)[..., 0]
+        arguments = {f"{prefix}prompt_embeds": text}
+        return arguments | ({f"{prefix}prompt_attention_mask": mask} if self._kind.masks else {})
+
+    def _packed(self, noise: Tensor) -> Tensor:
+        if self._kind.layout == "tokens":
+            return noise.flatten(2).transpose(1, 2)
+        if self._kind.layout == "frames":  # CogVideoX feeds it to the transformer as it is
+            return noise.transpose(1, 2).to(self._dtype)
+        return noise
+
+    def _unpacked(self, latents: Tensor, noise: Tensor) -> Tensor:
+        if self._kind.layout == "tokens":
+            return latents.transpose(1, 2).unflatten(2, noise.shape[2:])
+        return latents.transpose(1, 2) if self._kind.layout == "frames" else latents
+
+
+class _Streamed:
+    """A streamed model where a pipeline expects its module."""
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        self._model, self.dtype = model, dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model.module, name)
+
+
+def _reporting(progress: Progress | None, steps: int) -> Callable[..., dict[str, Any]] | None:
+    if progress is None:
+        return None
+
+    def report(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        progress(step + 1, steps)
+        return tensors
+
+    return report

@@ -1,0 +1,114 @@
+"""Tiny pipelines as folders: real autoencoders, text encoders and tokenizers with random weights.
+
+No hub is needed: the tokenizer is made here from a few words, the rest from configs of a few
+thousand parameters. Every statistic differs from its neutral value, so that one that is forgotten
+shows.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tiny_diffusers as tiny
+import torch
+from torch import Tensor, nn
+
+MEAN, STD = [0.3, -0.2, 0.1, 0.5], [0.7, 1.4, 1.1, 0.4]
+WORDS = "a the red blue kite sea over digit moves left right up down fast 0 1 2 3 4 5 6 7 8 9 & <"
+
+VAES: dict[str, dict[str, Any]] = {
+    "AutoencoderKLWan": {
+        "base_dim": 4, "z_dim": tiny.C, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1,
+        "temperal_downsample": [False, True, True], "latents_mean": MEAN, "latents_std": STD,
+    },
+    "AutoencoderKLLTXVideo": {
+        "latent_channels": tiny.C, "block_out_channels": (8, 8, 8, 8),
+        "decoder_block_out_channels": (8, 8, 8, 8), "layers_per_block": (1, 1, 1, 1, 1),
+        "decoder_layers_per_block": (1, 1, 1, 1, 1),
+        "spatio_temporal_scaling": (True, True, False, False),
+        "decoder_spatio_temporal_scaling": (True, True, False, False), "patch_size": 2,
+        "scaling_factor": 0.8,
+    },
+    "AutoencoderKLCogVideoX": {
+        "down_block_types": ("CogVideoXDownBlock3D",) * 4,
+        "up_block_types": ("CogVideoXUpBlock3D",) * 4, "block_out_channels": (8, 8, 8, 8),
+        "latent_channels": tiny.C, "layers_per_block": 1, "norm_num_groups": 2,
+        "scaling_factor": 0.7,
+    },
+    "AutoencoderKLHunyuanVideo": {
+        "latent_channels": tiny.C, "block_out_channels": (8, 8, 8, 8), "layers_per_block": 1,
+        "norm_num_groups": 4, "scaling_factor": 0.476986,
+    },
+    "AutoencoderKLHunyuanVideo15": {
+        "latent_channels": tiny.C, "block_out_channels": (8, 8, 8, 8, 8), "layers_per_block": 1,
+        "scaling_factor": 1.03682,
+    },
+    "AutoencoderKLMochi": {
+        "latent_channels": tiny.C, "encoder_block_out_channels": (32, 32, 32, 32),
+        "decoder_block_out_channels": (32, 32, 32, 32), "layers_per_block": (1, 1, 1, 1, 1),
+        "latents_mean": MEAN, "latents_std": STD, "scaling_factor": 0.9,
+    },
+}  # fmt: skip
+BLOCKS = {
+    "AutoencoderKLWan": (4, 8, 8), "AutoencoderKLLTXVideo": (4, 8, 8),
+    "AutoencoderKLCogVideoX": (4, 8, 8), "AutoencoderKLHunyuanVideo": (4, 8, 8),
+    "AutoencoderKLHunyuanVideo15": (4, 16, 16), "AutoencoderKLMochi": (6, 8, 8),
+}  # fmt: skip
+
+
+def write_vae(root: Path, class_name: str, seed: int = 0) -> nn.Module:
+    """Save a tiny autoencoder as `root/vae`; returns it."""
+    import diffusers
+
+    torch.manual_seed(seed)
+    vae: nn.Module = getattr(diffusers, class_name)(**VAES[class_name])
+    if class_name == "AutoencoderKLLTXVideo":
+        vae.latents_mean = torch.tensor(MEAN)
+        vae.latents_std = torch.tensor(STD)
+    vae.save_pretrained(root / "vae")
+    return vae.eval()
+
+
+def write_text(root: Path, *, kind: str = "T5", width: int = tiny.TEXT) -> tuple[Any, nn.Module]:
+    """Save a tokenizer and a tiny encoder as `root/tokenizer` and `root/text_encoder`."""
+    import transformers
+
+    tokenizer = _tokenizer()
+    tokenizer.save_pretrained(root / "tokenizer")
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=64, d_model=width, d_kv=4, d_ff=16, num_layers=2, num_heads=2
+    )
+    encoder: nn.Module = getattr(transformers, f"{kind}EncoderModel")(config)
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.normal_(0, 0.3)
+    encoder.save_pretrained(root / "text_encoder")
+    return tokenizer, encoder.eval()
+
+
+def write_scheduler(root: Path, values: dict[str, Any]) -> None:
+    (root / "scheduler").mkdir(parents=True)
+    (root / "scheduler" / "scheduler_config.json").write_text(json.dumps(values))
+
+
+def frames(count: int, height: int, width: int, *, batch: int = 1, seed: int = 0) -> Tensor:
+    """Smooth pixels `[B, 3, T, H, W]` in [-1, 1]."""
+    coarse = tiny.random(batch, 3, max(2, count // 2), height // 8, width // 8, seed=seed)
+    return nn.functional.interpolate(coarse, (count, height, width), mode="trilinear").tanh()
+
+
+def _tokenizer() -> Any:
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2}
+    vocabulary |= {word: 3 + number for number, word in enumerate(WORDS.split())}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
