@@ -114,42 +114,32 @@ def tap_position(
 
 
 @triton.jit
-def side(above, upper: tl.constexpr):
-    """Weight on one axis of the lower or the upper voxel of a cell."""
-    if upper:
-        return above
-    else:
-        return 1 - above
+def unit_steps(T, H, W):
+    """From a cell's lower voxel to its upper one, per axis: 1, or 0 on an axis of one voxel.
+
+    The same for every cell, so that the eight rows of a cell have one address and eight constants.
+    """
+    return tl.minimum(T - 1, 1), tl.minimum(H - 1, 1), tl.minimum(W - 1, 1)
 
 
 @triton.jit
-def corner_of(cell, size, ET: tl.constexpr, EH: tl.constexpr, EW: tl.constexpr):
-    """Voxel (t, h, w) of one corner of a cell, and its weight on each axis."""
-    pt, ph, pw, ft, fh, fw = cell
-    T, H, W = size
-    vt = tl.minimum(pt + ET, T - 1)
-    vh = tl.minimum(ph + EH, H - 1)
-    vw = tl.minimum(pw + EW, W - 1)
-    return vt, vh, vw, side(ft, ET), side(fh, EH), side(fw, EW)
+def row_pointers(base, row, stride, BLOCK_D: tl.constexpr):
+    """Pointers [Q, BLOCK_D]; int64, because tokens x heads x d passes 2^31."""
+    return base + row.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
 
 
 @triton.jit
 def load_rows(base, row, stride, keep, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows [Q, BLOCK_D] in fp32, zero where not kept and beyond D.
-
-    int64, because tokens x heads x d passes 2^31; fp32 at once, because a sum in bf16 is none.
-    """
-    d = tl.arange(0, BLOCK_D)
-    at = base + row.to(tl.int64)[:, None] * stride + d[None, :]
-    return tl.load(at, mask=keep[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    """Rows [Q, BLOCK_D] in fp32, zero where not kept and beyond D."""
+    mask = keep[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    return tl.load(row_pointers(base, row, stride, BLOCK_D), mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_rows(base, row, stride, keep, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows [Q, BLOCK_D] to memory, rounded to its dtype."""
-    d = tl.arange(0, BLOCK_D)
-    at = base + row.to(tl.int64)[:, None] * stride + d[None, :]
-    tl.store(at, x.to(base.dtype.element_ty), mask=keep[:, None] & (d < D)[None, :])
+    mask = keep[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    tl.store(row_pointers(base, row, stride, BLOCK_D), x.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit

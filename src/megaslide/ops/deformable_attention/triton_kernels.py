@@ -22,11 +22,12 @@ from megaslide.ops.deformable_attention.triton_geometry import (
     NONE,
     SHIFT,
     TAP,
-    corner_of,
     load_rows,
     row_base,
+    row_pointers,
     store_rows,
     tap_position,
+    unit_steps,
     voxels_of_block,
     window_start,
 )
@@ -92,14 +93,21 @@ def sample(
         value = load_rows(values, voxel, stride, keep, D, BLOCK_D)
     else:
         cell, _inside, _slides = tap_position(sets, at, size, j, KT, KH, KW, KIND)
+        ft, fh, fw = cell[3], cell[4], cell[5]
+        step_t, step_h, step_w = unit_steps(size[0], size[1], size[2])
+        lower = (cell[0] * size[1] + cell[1]) * size[2] + cell[2]
+        key_at = row_pointers(keys, lower, stride, BLOCK_D)
+        value_at = row_pointers(values, lower, stride, BLOCK_D)
+        mask = keep[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
         key = tl.zeros([keep.shape[0], BLOCK_D], tl.float32)
         value = tl.zeros_like(key)
         for c in tl.static_range(8):
-            vt, vh, vw, wt, wh, ww = corner_of(cell, size, c // 4, c // 2 % 2, c % 2)
-            voxel = (vt * size[1] + vh) * size[2] + vw
-            weight = (wt * wh * ww)[:, None]
-            key += weight * load_rows(keys, voxel, stride, keep, D, BLOCK_D)
-            value += weight * load_rows(values, voxel, stride, keep, D, BLOCK_D)
+            weight = (ft if c // 4 else 1 - ft) * (fh if c // 2 % 2 else 1 - fh)
+            weight = (weight * (fw if c % 2 else 1 - fw))[:, None]
+            skip = (c // 4 * step_t * size[1] + c // 2 % 2 * step_h) * size[2] + c % 2 * step_w
+            skip = skip.to(tl.int64) * stride
+            key += weight * tl.load(key_at + skip, mask, other=0.0).to(tl.float32)
+            value += weight * tl.load(value_at + skip, mask, other=0.0).to(tl.float32)
     return key, value
 
 
@@ -253,24 +261,35 @@ def slopes(
 ):  # fmt: skip
     """One tap: k there, its probability, gradient of q.k, and of the tap's position (t, h, w).
 
-    The loss depends on the position through q.k and grad.v, both trilinear in it; so each corner
-    gives two products, and they enter the value and the three derivatives by its weights.
+    The loss depends on the position through q.k and grad.v, both trilinear in it: value and three
+    derivatives of each come from its products with the eight corners.
     """
-    key = tl.zeros_like(query)
-    s, st, sh, sw = tl.zeros_like(norm), tl.zeros_like(norm), tl.zeros_like(norm), tl.zeros_like(norm)
-    g, gt, gh, gw = tl.zeros_like(norm), tl.zeros_like(norm), tl.zeros_like(norm), tl.zeros_like(norm)
-    for c in tl.static_range(8):
-        vt, vh, vw, wt, wh, ww = corner_of(cell, size, c // 4, c // 2 % 2, c % 2)
-        voxel = (vt * size[1] + vh) * size[2] + vw
-        row = load_rows(keys, voxel, stride, keep, D, BLOCK_D)
-        key += (wt * wh * ww)[:, None] * row
-        of_key = tl.sum(query * row, 1)
-        of_value = tl.sum(grad * load_rows(values, voxel, stride, keep, D, BLOCK_D), 1)
-        up_t, up_h, up_w = 2 * (c // 4) - 1, 2 * (c // 2 % 2) - 1, 2 * (c % 2) - 1
-        s, g = s + wt * wh * ww * of_key, g + wt * wh * ww * of_value
-        st, gt = st + up_t * wh * ww * of_key, gt + up_t * wh * ww * of_value
-        sh, gh = sh + up_h * wt * ww * of_key, gh + up_h * wt * ww * of_value
-        sw, gw = sw + up_w * wt * wh * of_key, gw + up_w * wt * wh * of_value
+    ft, fh, fw = cell[3], cell[4], cell[5]
+    step_t, step_h, step_w = unit_steps(size[0], size[1], size[2])
+    lower = (cell[0] * size[1] + cell[1]) * size[2] + cell[2]
+    key_at = row_pointers(keys, lower, stride, BLOCK_D)
+    value_at = row_pointers(values, lower, stride, BLOCK_D)
+    mask = keep[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    zero = tl.zeros_like(norm)
+    key, s, st, sh, sw = tl.zeros_like(query), zero, zero, zero, zero
+    g, gt, gh, gw = zero, zero, zero, zero
+    for edge in tl.static_range(4):  # two corners, neighbours on w
+        wt, wh = (ft if edge // 2 else 1 - ft), (fh if edge % 2 else 1 - fh)
+        up_t, up_h = (wh if edge // 2 else -wh), (wt if edge % 2 else -wt)
+        skip = (edge // 2 * step_t * size[1] + edge % 2 * step_h) * size[2]
+        skip = skip.to(tl.int64) * stride
+        far = skip + step_w * stride
+        near_row = tl.load(key_at + skip, mask, other=0.0).to(tl.float32)
+        far_row = tl.load(key_at + far, mask, other=0.0).to(tl.float32)
+        key += (wt * wh * (1 - fw))[:, None] * near_row + (wt * wh * fw)[:, None] * far_row
+        of_near = tl.sum(query * near_row, 1)
+        rise = tl.sum(query * far_row, 1) - of_near
+        level = of_near + fw * rise
+        s, st, sh, sw = s + wt * wh * level, st + up_t * level, sh + up_h * level, sw + wt * wh * rise
+        of_near = tl.sum(grad * tl.load(value_at + skip, mask, other=0.0).to(tl.float32), 1)
+        rise = tl.sum(grad * tl.load(value_at + far, mask, other=0.0).to(tl.float32), 1) - of_near
+        level = of_near + fw * rise
+        g, gt, gh, gw = g + wt * wh * level, gt + up_t * level, gh + up_h * level, gw + wt * wh * rise
     p = tl.exp(scale * s - norm)
     ds = scale * p * (g - share)
     return key, p, ds, (ds * st + p * gt, ds * sh + p * gh, ds * sw + p * gw)
@@ -286,34 +305,43 @@ def add_slopes(
     Column a < 3 of `moved` is the slide on axis a; 3 + 3 b + a is what displaces a by the tap's
     distance on b. `tap` has columns of its own, which go to memory.
     """
-    column = tl.arange(0, 16)[None, :]
-    row = column // 3 - 1
-    jt, jh, jw = j // (KH * KW), j // KW % KH, j % KW
-    ch, cw = jh - (KH - 1) / 2, jw - (KW - 1) / 2
-    centred = tl.where(row == 0, jt - (KT - 1) / 2, tl.where(row == 1, ch, cw))
-    for a in tl.static_range(3):
-        change = tl.where(inside[a], slope[a], 0.0)
-        if KIND == TAP:
-            tl.atomic_add(dsets + 3 * j + a, change, keep, sem="relaxed", scope="cta")
-        else:
-            slid = tl.where(slides[a], change, 0.0)[:, None]
-            stretched = tl.where(column % 3 == a, change[:, None] * centred, 0.0)
-            moved += tl.where(row >= 0, stretched, tl.where(column == a, slid, 0.0))
+    xt, xh, xw = (
+        tl.where(inside[0], slope[0], 0.0), tl.where(inside[1], slope[1], 0.0),
+        tl.where(inside[2], slope[2], 0.0),
+    )  # fmt: skip
+    if KIND == TAP:
+        tl.atomic_add(dsets + 3 * j, xt, keep, sem="relaxed", scope="cta")
+        tl.atomic_add(dsets + 3 * j + 1, xh, keep, sem="relaxed", scope="cta")
+        tl.atomic_add(dsets + 3 * j + 2, xw, keep, sem="relaxed", scope="cta")
+    else:
+        column = tl.arange(0, 16)[None, :]
+        of_t, of_h = column % 3 == 0, column % 3 == 1
+        change = tl.where(of_t, xt[:, None], tl.where(of_h, xh[:, None], xw[:, None]))
+        slid = tl.where(of_h, slides[1][:, None], slides[2][:, None])
+        slid = tl.where(of_t, slides[0][:, None], slid)
+        jt, jh, jw = j // (KH * KW), j // KW % KH, j % KW
+        centred = tl.where(column < 9, jh - (KH - 1) / 2, jw - (KW - 1) / 2)
+        centred = tl.where(column < 6, jt - (KT - 1) / 2, centred)
+        moved += change * tl.where(column < 3, slid.to(tl.float32), centred)
     return moved
 
 
 @triton.jit
 def spread(reach_v, reach_k, p, ds, cell, origin, size, box, queries, keep):
     """A tap's probability and its gradient of q.k, to the eight voxels it was sampled from."""
+    ft, fh, fw = cell[3], cell[4], cell[5]
+    rt, rh, rw = cell[0] - origin[0], cell[1] - origin[1], cell[2] - origin[2]
+    # The box holds every tap; only a NaN, whose cell means nothing, can be outside.
+    held = keep & (rt >= 0) & (rt < box[0]) & (rh >= 0) & (rh < box[1]) & (rw >= 0) & (rw < box[2])
+    lower = ((rt * box[1] + rh) * box[2] + rw).to(tl.int64) * queries
+    step_t, step_h, step_w = unit_steps(size[0], size[1], size[2])
     for c in tl.static_range(8):
-        vt, vh, vw, wt, wh, ww = corner_of(cell, size, c // 4, c // 2 % 2, c % 2)
-        rt, rh, rw = vt - origin[0], vh - origin[1], vw - origin[2]
-        near = keep & (rt >= 0) & (rt < box[0]) & (rh >= 0) & (rh < box[1])
-        near = near & (rw >= 0) & (rw < box[2])
-        to = ((rt * box[1] + rh) * box[2] + rw).to(tl.int64) * queries
-        weight = wt * wh * ww
-        tl.atomic_add(reach_v + to, weight * p, near, sem="relaxed", scope="cta")
-        tl.atomic_add(reach_k + to, weight * ds, near, sem="relaxed", scope="cta")
+        weight = (ft if c // 4 else 1 - ft) * (fh if c // 2 % 2 else 1 - fh)
+        weight = weight * (fw if c % 2 else 1 - fw)
+        skip = (c // 4 * step_t * box[1] + c // 2 % 2 * step_h) * box[2] + c % 2 * step_w
+        skip = skip.to(tl.int64) * queries
+        tl.atomic_add(reach_v + lower + skip, weight * p, held, sem="relaxed", scope="cta")
+        tl.atomic_add(reach_k + lower + skip, weight * ds, held, sem="relaxed", scope="cta")
 
 
 @triton.jit

@@ -32,8 +32,8 @@ SPLIT = 4096
 """Queries per program that sums gradients of extra keys."""
 
 # Tiles of 8 voxels along w: their rows of K and V, and their weights in the reach, are neighbours.
-FORWARD_TILES = ((1, 4, 8, 4), (1, 2, 8, 2), (1, 8, 8, 8))  # t, h, w, warps
-BACKWARD_TILE = (1, 4, 8, 4)
+FORWARD_TILES = ((1, 2, 8, 4), (1, 4, 8, 4), (1, 2, 8, 8), (1, 4, 8, 8))  # t, h, w, warps
+BACKWARD_TILE = (1, 2, 8, 4)
 # The interpreter pays per operation, whatever its width.
 INTERPRETED_TILE = (4, 4, 8, 1)
 
