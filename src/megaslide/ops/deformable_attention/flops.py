@@ -30,14 +30,15 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from megaslide.ops.deformable_attention import native
+from megaslide.ops.deformable_attention import native, triton_backend
 
 __all__ = ["backward_flop", "forward_flop"]
 
 _CORNERS = 8
 _SAMPLING_FORWARD = 2 * 2 * _CORNERS
 _SAMPLING_BACKWARD = 4 * 2 * _CORNERS + _CORNERS * 3 + _CORNERS * 3 * 2
-assert native.DTYPES, "the operators exist once `native` is imported"
+for backend in (native, triton_backend):
+    assert backend.DTYPES, "the operators exist once their backend is imported"
 
 
 def forward_flop(
@@ -71,7 +72,9 @@ def _count(
     return math.prod(queries) * (products * 2 * d * (taps + extra) + sampling * taps)
 
 
-@register_flop_formula(torch.ops.megaslide.deformable_attention)
+@register_flop_formula(
+    [torch.ops.megaslide.deformable_attention, torch.ops.megaslide.deformable_attention_triton]
+)
 def _forward_of_operator(
     q: Any, k: Any, v: Any, offsets: Any, extra_k: Any, extra_v: Any, window: Sequence[int],
     *_: Any, out_shape: Any = None,
@@ -80,7 +83,12 @@ def _forward_of_operator(
     return forward_flop(q, window, extra=extra, offsets=offsets is not None)
 
 
-@register_flop_formula(torch.ops.megaslide.deformable_attention_backward)
+@register_flop_formula(
+    [
+        torch.ops.megaslide.deformable_attention_backward,
+        torch.ops.megaslide.deformable_attention_triton_backward,
+    ]
+)
 def _backward_of_operator(
     grad_out: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, offsets: Any, extra_k: Any,
     extra_v: Any, window: Sequence[int], *_: Any, out_shape: Any = None,

@@ -21,7 +21,7 @@ Triple = tuple[int, int, int]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INSTALL = "pip install 'megaslide[gpu]'"
 OLDEST = (8, 0)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 128
 
 
 def why_not(q: Tensor) -> str | None:
@@ -32,7 +32,7 @@ def why_not(q: Tensor) -> str | None:
         return f"Triton kernels take head dims up to {MAX_HEAD_DIM}, and q has {q.shape[-1]}"
     if importlib.util.find_spec("triton") is None:
         return f"Triton is not installed; {INSTALL}"
-    if q.device.type in ("meta", "cpu" if interpreting() else "meta"):
+    if q.device.type == "meta" or (q.device.type == "cpu" and interpreting()):
         return None
     if q.device.type != "cuda":
         return f"Triton kernels run on GPUs, and q is on {q.device}"

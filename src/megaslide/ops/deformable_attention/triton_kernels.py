@@ -20,7 +20,6 @@ import triton.language as tl
 from megaslide.ops.deformable_attention.triton_geometry import (
     AFFINE,
     NONE,
-    SHIFT,
     TAP,
     load_rows,
     row_base,
@@ -202,7 +201,7 @@ def queries_kernel(
                 D, BLOCK_D, DOT, BLOCK_E,
             )  # fmt: skip
         store_rows(row_base(dq, slot, rows, heads, D), n, stride, keep, dquery, D, BLOCK_D)
-    if (KIND == SHIFT) or (KIND == AFFINE):
+    if KIND != NONE and KIND != TAP:
         channel = tl.arange(0, 16)[None, :]
         channels: tl.constexpr = 12 if KIND == AFFINE else 3
         tl.store(dsets[:, None] + channel, moved, keep[:, None] & (channel < channels))
@@ -273,10 +272,12 @@ def slopes(
     zero = tl.zeros_like(norm)
     key, s, st, sh, sw = tl.zeros_like(query), zero, zero, zero, zero
     g, gt, gh, gw = zero, zero, zero, zero
-    for edge in tl.static_range(4):  # two corners, neighbours on w
-        wt, wh = (ft if edge // 2 else 1 - ft), (fh if edge % 2 else 1 - fh)
-        up_t, up_h = (wh if edge // 2 else -wh), (wt if edge % 2 else -wt)
-        skip = (edge // 2 * step_t * size[1] + edge % 2 * step_h) * size[2]
+    # An edge is two corners, neighbours on w; one at a time, or their rows fill the registers.
+    for edge in range(4):
+        e_t, e_h = edge // 2, edge % 2
+        wt, wh = 1 - ft + e_t * (2 * ft - 1), 1 - fh + e_h * (2 * fh - 1)
+        up_t, up_h = (2 * e_t - 1) * wh, (2 * e_h - 1) * wt
+        skip = (e_t * step_t * size[1] + e_h * step_h) * size[2]
         skip = skip.to(tl.int64) * stride
         far = skip + step_w * stride
         near_row = tl.load(key_at + skip, mask, other=0.0).to(tl.float32)
@@ -285,11 +286,21 @@ def slopes(
         of_near = tl.sum(query * near_row, 1)
         rise = tl.sum(query * far_row, 1) - of_near
         level = of_near + fw * rise
-        s, st, sh, sw = s + wt * wh * level, st + up_t * level, sh + up_h * level, sw + wt * wh * rise
+        s, st, sh, sw = (
+            s + wt * wh * level,
+            st + up_t * level,
+            sh + up_h * level,
+            sw + wt * wh * rise,
+        )
         of_near = tl.sum(grad * tl.load(value_at + skip, mask, other=0.0).to(tl.float32), 1)
         rise = tl.sum(grad * tl.load(value_at + far, mask, other=0.0).to(tl.float32), 1) - of_near
         level = of_near + fw * rise
-        g, gt, gh, gw = g + wt * wh * level, gt + up_t * level, gh + up_h * level, gw + wt * wh * rise
+        g, gt, gh, gw = (
+            g + wt * wh * level,
+            gt + up_t * level,
+            gh + up_h * level,
+            gw + wt * wh * rise,
+        )
     p = tl.exp(scale * s - norm)
     ds = scale * p * (g - share)
     return key, p, ds, (ds * st + p * gt, ds * sh + p * gh, ds * sw + p * gw)

@@ -31,9 +31,11 @@ REACH_BYTES = 2**30
 SPLIT = 4096
 """Queries per program that sums gradients of extra keys."""
 
-# Tiles of 8 voxels along w: their rows of K and V, and their weights in the reach, are neighbours.
-FORWARD_TILES = ((1, 2, 8, 4), (1, 4, 8, 4), (1, 2, 8, 8), (1, 4, 8, 8))  # t, h, w, warps
-BACKWARD_TILE = (1, 2, 8, 4)
+# t, h, w, warps. 8 voxels along w: their rows of K and V, and their weights in the reach, are
+# neighbours in memory.
+FORWARD_TILES = ((1, 2, 8, 4), (1, 4, 8, 4), (1, 2, 8, 8), (1, 4, 8, 8))
+# 8 numbers of a row per thread; with more, the backward of the queries spills registers.
+BACKWARD_TILES = {64: (1, 2, 8, 4), 128: (1, 2, 8, 8)}
 # The interpreter pays per operation, whatever its width.
 INTERPRETED_TILE = (4, 4, 8, 1)
 
@@ -56,8 +58,12 @@ def _config(tile: Sequence[int]) -> triton.Config:
 
 _configs = [_config(INTERPRETED_TILE)] if interpreting() else [_config(x) for x in FORWARD_TILES]
 _tuned_forward = triton.autotune(_configs, key=["D", "KIND", "KT", "KH", "KW"])(forward_kernel)
-# Not tuned: kernels of the backward add to memory, so trying them out would change the result.
-_backward_config = _config(INTERPRETED_TILE if interpreting() else BACKWARD_TILE).all_kwargs()
+
+
+def backward_config(q: Tensor) -> dict[str, Any]:
+    """Not tuned: kernels of the backward add to memory, so trying them would change the result."""
+    tile = INTERPRETED_TILE if interpreting() else BACKWARD_TILES[64 if q.shape[-1] <= 64 else 128]
+    return _config(tile).all_kwargs()
 
 
 class Reach(NamedTuple):
@@ -92,6 +98,20 @@ def forward(
     return out, lse
 
 
+class Setting(NamedTuple):
+    """What all passes of one backward share."""
+
+    inputs: Inputs
+    grad_out: Tensor
+    lse: Tensor
+    shares: Tensor
+    gradients: list[Tensor]
+    reach: Reach
+    window: Sequence[int]
+    kind: str
+    scale: float
+
+
 def backward(
     inputs: Inputs,
     grad_out: Tensor,
@@ -104,19 +124,18 @@ def backward(
 ) -> list[Tensor]:
     """Gradients of the inputs that are given, in order; fp32, dq in q's dtype."""
     q, k, v, offsets, extra_k, _ = inputs
-    dq, dk, dv = torch.empty_like(q), _zeros(k), _zeros(v)
-    gradients = [dq, dk, dv] if offsets is None else [dq, dk, dv, _zeros(offsets)]
-    if q.shape[0]:
-        grads = grad_out.contiguous(), lse, _shares(out.contiguous(), grad_out.contiguous())
-        reach = reach_of(inputs, window, kind)
-        for t0, t1 in _blocks_of_frames(q, reach, kind):
-            room = _room(q, reach, kind, t1 - t0)
-            settings = {"reach": reach, "window": window, "kind": kind, "scale": scale}
-            _queries(inputs, grads, gradients, room, t0, t1, **settings)
-            _keys(inputs, grads, gradients, room, t0, t1, **settings)
-    if extra_k is not None:
-        gradients += _extra_gradients(inputs, grads, scale) if q.shape[0] else [_zeros(extra_k)] * 2
-    return gradients
+    gradients = [torch.empty_like(q), _zeros(k), _zeros(v)]
+    gradients += [] if offsets is None else [_zeros(offsets)]
+    if not q.shape[0]:
+        return gradients + ([] if extra_k is None else [_zeros(extra_k), _zeros(extra_k)])
+    grad_out, reach = grad_out.contiguous(), reach_of(inputs, window, kind)
+    shares = _shares(out.contiguous(), grad_out)
+    setting = Setting(inputs, grad_out, lse, shares, gradients, reach, window, kind, scale)
+    for t0, t1 in _blocks_of_frames(q, reach, kind):
+        room = _room(q, reach, kind, t1 - t0)
+        _queries(setting, room, t0, t1)
+        _keys(setting, room, t0, t1)
+    return gradients + ([] if extra_k is None else _extra_gradients(setting))
 
 
 def reach_of(inputs: Inputs, window: Sequence[int], kind: str) -> Reach:
@@ -159,47 +178,45 @@ def _shares(out: Tensor, grad_out: Tensor) -> Tensor:
     return shares
 
 
-def _queries(
-    inputs: Inputs, grads: Sequence[Tensor], gradients: Sequence[Tensor], room: Sequence[Tensor],
-    t0: int, t1: int, *, reach: Reach, window: Sequence[int], kind: str, scale: float,
-) -> None:  # fmt: skip
+def _queries(setting: Setting, room: Sequence[Tensor], t0: int, t1: int) -> None:
+    inputs, grad_out, lse, shares, gradients, reach, window, kind, scale = setting
     q, k, v, offsets, extra_k, extra_v = inputs
     B, T, H, W, heads, _ = q.shape
     groups = _groups(inputs)
-    doffsets = gradients[3] if offsets is not None else q
     queries_kernel[_grid(t1 - t0, H, W, B * groups)](
-        q, k, v, _or(offsets, q), _or(extra_k, q), _or(extra_v, q), *grads, gradients[0], doffsets,
-        *room, T, H, W, heads, groups, _extra(inputs), scale, t0, t1, *reach.low, *reach.box,
-        **_head(q), **_dot(q), **_window(window, kind), **_extra_block(inputs), **_backward_config,
+        q, k, v, _or(offsets, q), _or(extra_k, q), _or(extra_v, q), grad_out, lse, shares,
+        gradients[0], q if offsets is None else gradients[3], *room,
+        T, H, W, heads, groups, _extra(inputs), scale, t0, t1, *reach.low, *reach.box,
+        **_head(q), **_dot(q), **_window(window, kind), **_extra_block(inputs),
+        **backward_config(q),
     )  # fmt: skip
 
 
-def _keys(
-    inputs: Inputs, grads: Sequence[Tensor], gradients: Sequence[Tensor], room: Sequence[Tensor],
-    t0: int, t1: int, *, reach: Reach, window: Sequence[int], kind: str, scale: float,
-) -> None:  # fmt: skip
+def _keys(setting: Setting, room: Sequence[Tensor], t0: int, t1: int) -> None:
+    inputs, grad_out, lse, shares, gradients, reach, window, kind, scale = setting
     q, k, v = inputs[:3]
     B, T, H, W, heads, _ = q.shape
     first, last = (min(max(t - window[0] // 2, 0), T - window[0]) for t in (t0, t1 - 1))
     p0, p1 = max(first - reach.low[0], 0), min(last - reach.low[0] + reach.box[0], T)
     keys_kernel[_grid(p1 - p0, H, W, B * heads)](
-        q, k, v, *grads, gradients[1], gradients[2], *room,
+        q, k, v, grad_out, lse, shares, gradients[1], gradients[2], *room,
         T, H, W, heads, scale, p0, p1, t0, t1, *reach.low, *reach.box,
-        **_head(q), **_window(window, kind), **_backward_config,
+        **_head(q), **_window(window, kind), **backward_config(q),
     )  # fmt: skip
 
 
-def _extra_gradients(inputs: Inputs, grads: Sequence[Tensor], scale: float) -> list[Tensor]:
+def _extra_gradients(setting: Setting) -> list[Tensor]:
     """dk and dv of the extra keys [B, E, heads, d] fp32."""
-    q, _, _, _, extra_k, extra_v = inputs
+    q, _, _, _, extra_k, extra_v = setting.inputs
     assert extra_k is not None
     B, T, H, W, heads, _ = q.shape
     rows, block = T * H * W, 32
     E, splits = extra_k.shape[1], triton.cdiv(rows, SPLIT)
-    parts = [_zeros(extra_k).expand(splits, *extra_k.shape).contiguous() for _ in range(2)]
+    parts = [q.new_zeros(splits, *extra_k.shape, dtype=torch.float32) for _ in range(2)]
     if E:
         extra_kernel[(triton.cdiv(E, block), B * heads, splits)](
-            q, extra_k, extra_v, *grads, *parts, rows, heads, E, scale, SPLIT,
+            q, extra_k, extra_v, setting.grad_out, setting.lse, setting.shares, *parts,
+            rows, heads, E, setting.scale, SPLIT,
             **_head(q), **_dot(q), BLOCK_Q=block, BLOCK_E=block, num_warps=4,
         )  # fmt: skip
     return [x.sum(0) for x in parts]
