@@ -252,7 +252,8 @@ def _grid(T: int, H: int, W: int, slots: int) -> Callable[[dict[str, Any]], tupl
 
 def _head(q: Tensor) -> dict[str, int]:
     d = q.shape[-1]
-    return {"D": d, "BLOCK_D": max(16, triton.next_power_of_2(d))}
+    sizes = {"D": d, "BLOCK_D": max(16, triton.next_power_of_2(d))}
+    return sizes | {"enable_fp_fusion": True}  # versions of Triton differ in the default
 
 
 def _dot(q: Tensor) -> dict[str, Any]:
