@@ -44,7 +44,8 @@ def interpreted() -> dict[str, dict[str, float]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(interpreted: dict[str, dict[str, float]], name: str) -> None:
-    bound = 1e-2 if name == "bf16" else 3e-6
+    # bf16 rounds `out`, and the gradients of scores are differences from its product with grad_out.
+    bound = 3e-2 if name == "bf16" else 3e-6
     found = interpreted[name]
     assert {"out", "q", "k", "v"} <= found.keys()
     assert ("offsets" in found) == (name != "none")
