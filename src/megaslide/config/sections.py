@@ -58,7 +58,7 @@ class AttentionConfig(Section):
     num_register_tokens: int = Field(0, ge=0)
     """Learned global tokens that every query also attends to: as extra keys; in a pretrained model
     beside the window's softmax, behind a gate that starts at zero."""
-    backend: Literal["auto", "reference", "native"] = "auto"
+    backend: Literal["auto", "reference", "native", "triton"] = "auto"
     """Implementation of the operator; `auto` takes the fastest that can run."""
 
     @field_validator("window")

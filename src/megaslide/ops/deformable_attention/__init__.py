@@ -12,6 +12,7 @@ which a window can move. Where the window is the whole axis, a slide has no effe
 Shapes: B batch, T H W voxels per axis, G offset groups, K taps, E extra keys, d head dim.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megaslide.ops import library
-from megaslide.ops.deformable_attention import native
+from megaslide.ops.deformable_attention import native, triton_backend
 from megaslide.ops.deformable_attention.reference import deformable_attention_reference
 
 __all__ = ["Kind", "cut_window", "deformable_attention", "offset_channels"]
@@ -29,8 +30,13 @@ Kind = Literal["shift", "affine", "tap"]
 Triple = tuple[int, int, int]
 
 KINDS: tuple[str, ...] = get_args(Kind)
-BACKENDS = ("auto", "reference", "native")
+BACKENDS = ("auto", "reference", "native", "triton")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+KERNELS = {
+    "native": (native, "deformable_attention_native"),
+    "triton": (triton_backend, "deformable_attention_triton"),
+}
 
 logger = logging.getLogger(__name__)
 
@@ -72,16 +78,16 @@ def deformable_attention(
         extra_k, extra_v: [B, E, heads, d], dtype of q: keys every query sees too, in the same
             softmax.
         scale: factor on q·k; None is d**-0.5.
-        backend: None or "auto" takes the native kernels where they can run, else the reference;
-            "reference" or "native" insists.
+        backend: None or "auto" takes the kernels of the device ("triton" on a GPU, "native" on
+            the CPU) where they can run, else the reference; a name insists.
 
     Returns:
         [B, T, H, W, heads, d] in q's dtype. Coordinates, softmax and sums are fp32 (fp64 for
-        fp64 inputs). The reference can be differentiated twice, the native kernels once.
+        fp64 inputs). The reference can be differentiated twice, the kernels once.
 
     Raises:
         ValueError: an argument that does not fit, with its value and what would.
-        RuntimeError: backend="native" where it cannot run, with the reason.
+        RuntimeError: a backend asked for by name where it cannot run, with the reason.
     """
     window = _check_window(window)
     _check_volume(q, k, v)
@@ -116,14 +122,26 @@ def _select(backend: str | None, q: Tensor) -> Callable[..., Tensor]:
         return native.deformable_attention_native
     if backend == "reference":
         return deformable_attention_reference
-    reason = native.why_not(q)
+    on_host = q.device.type in ("cpu", "meta")
+    name = backend if backend in KERNELS else "native" if on_host else "triton"
+    module, function = KERNELS[name]
+    reason = module.why_not(q)
     if reason is None:
-        return native.deformable_attention_native
-    if backend == "native":
-        raise RuntimeError(f"backend 'native' cannot run here: {reason}")
-    if not torch.compiler.is_compiling():
-        logger.debug("deformable attention takes the reference: %s", reason)
+        return getattr(module, function)
+    if backend == name:
+        raise RuntimeError(f"backend {name!r} cannot run here: {reason}")
+    if torch.compiler.is_compiling():
+        return deformable_attention_reference
+    logger.debug("deformable attention takes the reference: %s", reason)
+    if not on_host:
+        _warn_once(reason)
     return deformable_attention_reference
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    """On a GPU the reference costs the square of the tokens: more than a detail for a debug log."""
+    logger.warning("deformable attention runs the slow reference code: %s", reason)
 
 
 def _check_window(window: Sequence[int]) -> Triple:

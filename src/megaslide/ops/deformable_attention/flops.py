@@ -68,7 +68,9 @@ def _count(
     return math.prod(queries) * (products * 2 * d * (taps + extra) + sampling * taps)
 
 
-@register_flop_formula(torch.ops.megaslide.deformable_attention)
+@register_flop_formula(
+    [torch.ops.megaslide.deformable_attention, torch.ops.megaslide.deformable_attention_triton]
+)
 def _forward_of_operator(
     q: Any, k: Any, v: Any, offsets: Any, extra_k: Any, extra_v: Any, window: Sequence[int],
     *_: Any, out_shape: Any = None,
@@ -77,7 +79,12 @@ def _forward_of_operator(
     return forward_flop(q, window, extra=extra, offsets=offsets is not None)
 
 
-@register_flop_formula(torch.ops.megaslide.deformable_attention_backward)
+@register_flop_formula(
+    [
+        torch.ops.megaslide.deformable_attention_backward,
+        torch.ops.megaslide.deformable_attention_triton_backward,
+    ]
+)
 def _backward_of_operator(
     grad_out: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, offsets: Any, extra_k: Any,
     extra_v: Any, window: Sequence[int], *_: Any, out_shape: Any = None,

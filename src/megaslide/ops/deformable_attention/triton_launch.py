@@ -1,0 +1,288 @@
+"""Launches the Triton kernels of 3D-DSA: tiles, blocks of frames, memory, the order of the passes.
+
+The backward goes through the volume in blocks of frames. For each, `queries_kernel` gives dq and
+the gradients of the offsets, and leaves its weights on the voxels in reach; `keys_kernel` sums them
+into dk and dv of the keys that this block of queries can reach. The reach, 8 bytes per query, head
+and voxel, is the only memory that grows with the window, and a block of frames bounds it.
+
+Shapes: B batch, T H W voxels per axis, N = T*H*W, G offset groups, K taps, E extra keys, d head
+dim.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from megaslide.ops.deformable_attention.triton_backend import interpreting
+from megaslide.ops.deformable_attention.triton_kernels import (
+    forward_kernel,
+    queries_kernel,
+    share_kernel,
+)
+from megaslide.ops.deformable_attention.triton_keys import extra_kernel, keys_kernel
+
+KIND_CODES = {"none": 0, "shift": 1, "affine": 2, "tap": 3}
+REACH_BYTES = 2**30
+"""Bound on the weights of a block of frames; one frame is taken even above it."""
+SPLIT = 4096
+"""Queries per program that sums gradients of extra keys."""
+
+# t, h, w, warps. 8 voxels along w: their rows of K and V, and their weights in the reach, are
+# neighbours in memory.
+FORWARD_TILES = ((1, 2, 8, 4), (1, 4, 8, 4), (1, 2, 8, 8), (1, 4, 8, 8))
+# 8 numbers of a row per thread; with more, the backward of the queries spills registers.
+BACKWARD_TILES = {64: (1, 2, 8, 4), 128: (1, 2, 8, 8)}
+# The interpreter pays per operation, whatever its width.
+INTERPRETED_TILE = (4, 4, 8, 1)
+
+
+class Inputs(NamedTuple):
+    """Contiguous tensors; offsets in fp32, None for the fixed window."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    offsets: Tensor | None
+    extra_k: Tensor | None
+    extra_v: Tensor | None
+
+
+def _config(tile: Sequence[int]) -> triton.Config:
+    sizes = dict(zip(("BLOCK_T", "BLOCK_H", "BLOCK_W"), tile, strict=False))
+    return triton.Config(sizes, num_warps=tile[3])
+
+
+_configs = [_config(INTERPRETED_TILE)] if interpreting() else [_config(x) for x in FORWARD_TILES]
+_tuned_forward = triton.autotune(_configs, key=["D", "KIND", "KT", "KH", "KW"])(forward_kernel)
+
+
+def backward_config(q: Tensor) -> dict[str, Any]:
+    """Not tuned: kernels of the backward add to memory, so trying them would change the result."""
+    tile = INTERPRETED_TILE if interpreting() else BACKWARD_TILES[64 if q.shape[-1] <= 64 else 128]
+    return _config(tile).all_kwargs()
+
+
+class Reach(NamedTuple):
+    """The voxels that taps of a query can sample: `box` per axis, from `low` before its window."""
+
+    low: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+def prepare(*tensors: Tensor | None) -> Inputs:
+    """q, k, v, offsets, extra_k, extra_v as the kernels take them."""
+    q, k, v, offsets, extra_k, extra_v = (
+        None if x is None else x.detach().contiguous() for x in tensors
+    )
+    assert q is not None and k is not None and v is not None  # noqa: PT018
+    return Inputs(q, k, v, None if offsets is None else offsets.float(), extra_k, extra_v)
+
+
+def forward(
+    inputs: Inputs, *, window: Sequence[int], kind: str, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out [B,T,H,W,heads,d] in q's dtype, and the log-sum-exp [B,T,H,W,heads] fp32."""
+    q, k, v, offsets, extra_k, extra_v = inputs
+    B, T, H, W, heads, _ = q.shape
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:5], dtype=torch.float32)
+    if B:
+        _tuned_forward[_grid(T, H, W, B * heads)](
+            q, k, v, _or(offsets, q), _or(extra_k, q), _or(extra_v, q), out, lse,
+            T, H, W, heads, _groups(inputs), _extra(inputs), scale,
+            **_head(q), **_dot(q), **_window(window, kind), **_extra_block(inputs),
+        )  # fmt: skip
+    return out, lse
+
+
+class Setting(NamedTuple):
+    """What all passes of one backward share."""
+
+    inputs: Inputs
+    grad_out: Tensor
+    lse: Tensor
+    shares: Tensor
+    gradients: list[Tensor]
+    reach: Reach
+    window: Sequence[int]
+    kind: str
+    scale: float
+
+
+def backward(
+    inputs: Inputs,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    window: Sequence[int],
+    kind: str,
+    scale: float,
+) -> list[Tensor]:
+    """Gradients of the inputs that are given, in order; fp32, dq in q's dtype."""
+    q, k, v, offsets, extra_k, _ = inputs
+    gradients = [torch.empty_like(q), _zeros(k), _zeros(v)]
+    gradients += [] if offsets is None else [_zeros(offsets)]
+    if not q.shape[0]:
+        return gradients + ([] if extra_k is None else [_zeros(extra_k), _zeros(extra_k)])
+    grad_out, reach = grad_out.contiguous(), reach_of(inputs, window, kind)
+    shares = _shares(out.contiguous(), grad_out)
+    setting = Setting(inputs, grad_out, lse, shares, gradients, reach, window, kind, scale)
+    for t0, t1 in _blocks_of_frames(q, reach, kind):
+        room = _room(q, reach, kind, t1 - t0)
+        _queries(setting, room, t0, t1)
+        _keys(setting, room, t0, t1)
+    return gradients + ([] if extra_k is None else _extra_gradients(setting))
+
+
+def reach_of(inputs: Inputs, window: Sequence[int], kind: str) -> Reach:
+    """The box that holds every corner of every tap, by the largest offset there is.
+
+    Reads one number per axis from the device, so the host waits for it. A tap moves by at most r <
+    R = floor(r) + 1 voxels, before it is clamped to the volume, which brings it nearer.
+    """
+    size, k = inputs.q.shape[1:4], tuple(window)
+    if inputs.offsets is None:
+        return Reach((0, 0, 0), k)
+    low, box = [], []
+    for r, length, taps in zip(_displacement(inputs.offsets, k, kind), size, k, strict=True):
+        rounding = 1e-6 * r + 2e-7 * length
+        bound = length if not math.isfinite(r) else int(min(r + rounding, length)) + 1
+        before, after = min(bound, length - taps), min(taps - 1 + bound, length - 1)
+        low.append(before)
+        box.append(before + after + 1)
+    return Reach(tuple(low), tuple(box))
+
+
+def _displacement(offsets: Tensor, k: Sequence[int], kind: str) -> list[float]:
+    """Largest distance in voxels that a tap is moved by, per axis."""
+    distance = offsets.abs().flatten(0, -2).unflatten(-1, (-1, 3))  # rows: slide, M_t, M_h, M_w
+    if kind == "affine":
+        furthest = torch.stack([distance.new_full((), x) for x in (1, *((n - 1) / 2 for n in k))])
+        distance = (distance * furthest[:, None]).sum(-2)
+    return [float(x) for x in distance.flatten(0, -2).amax(0).tolist()]
+
+
+# ---- passes --------------------------------------------------------------------------------------
+
+
+def _shares(out: Tensor, grad_out: Tensor) -> Tensor:
+    shares = out.new_empty(out.shape[:5], dtype=torch.float32)
+    rows, block = shares.numel(), 64
+    share_kernel[(triton.cdiv(rows, block),)](
+        out, grad_out, shares, rows, **_head(out), BLOCK=block, num_warps=4
+    )
+    return shares
+
+
+def _queries(setting: Setting, room: Sequence[Tensor], t0: int, t1: int) -> None:
+    inputs, grad_out, lse, shares, gradients, reach, window, kind, scale = setting
+    q, k, v, offsets, extra_k, extra_v = inputs
+    B, T, H, W, heads, _ = q.shape
+    groups = _groups(inputs)
+    queries_kernel[_grid(t1 - t0, H, W, B * groups)](
+        q, k, v, _or(offsets, q), _or(extra_k, q), _or(extra_v, q), grad_out, lse, shares,
+        gradients[0], q if offsets is None else gradients[3], *room,
+        T, H, W, heads, groups, _extra(inputs), scale, t0, t1, *reach.low, *reach.box,
+        **_head(q), **_dot(q), **_window(window, kind), **_extra_block(inputs),
+        **backward_config(q),
+    )  # fmt: skip
+
+
+def _keys(setting: Setting, room: Sequence[Tensor], t0: int, t1: int) -> None:
+    inputs, grad_out, lse, shares, gradients, reach, window, kind, scale = setting
+    q, k, v = inputs[:3]
+    B, T, H, W, heads, _ = q.shape
+    first, last = (min(max(t - window[0] // 2, 0), T - window[0]) for t in (t0, t1 - 1))
+    p0, p1 = max(first - reach.low[0], 0), min(last - reach.low[0] + reach.box[0], T)
+    keys_kernel[_grid(p1 - p0, H, W, B * heads)](
+        q, k, v, grad_out, lse, shares, gradients[1], gradients[2], *room,
+        T, H, W, heads, scale, p0, p1, t0, t1, *reach.low, *reach.box,
+        **_head(q), **_window(window, kind), **backward_config(q),
+    )  # fmt: skip
+
+
+def _extra_gradients(setting: Setting) -> list[Tensor]:
+    """dk and dv of the extra keys [B, E, heads, d] fp32."""
+    q, _, _, _, extra_k, extra_v = setting.inputs
+    assert extra_k is not None
+    B, T, H, W, heads, _ = q.shape
+    rows, block = T * H * W, 32
+    E, splits = extra_k.shape[1], triton.cdiv(rows, SPLIT)
+    parts = [q.new_zeros(splits, *extra_k.shape, dtype=torch.float32) for _ in range(2)]
+    if E:
+        extra_kernel[(triton.cdiv(E, block), B * heads, splits)](
+            q, extra_k, extra_v, setting.grad_out, setting.lse, setting.shares, *parts,
+            rows, heads, E, setting.scale, SPLIT,
+            **_head(q), **_dot(q), BLOCK_Q=block, BLOCK_E=block, num_warps=4,
+        )  # fmt: skip
+    return [x.sum(0) for x in parts]
+
+
+# ---- blocks --------------------------------------------------------------------------------------
+
+
+def _blocks_of_frames(q: Tensor, reach: Reach, kind: str) -> list[tuple[int, int]]:
+    """[(first, end)] such that the reach of the frames between them stays within REACH_BYTES."""
+    B, T, H, W, heads, _ = q.shape
+    frame = 8 * B * heads * H * W * math.prod(reach.box)
+    step = T if kind == "none" else max(1, REACH_BYTES // frame)
+    return [(t, min(t + step, T)) for t in range(0, T, step)]
+
+
+def _room(q: Tensor, reach: Reach, kind: str, frames: int) -> tuple[Tensor, Tensor]:
+    """Zeros for the weights of `frames` frames on v and on k."""
+    if kind == "none":
+        return q, q  # not read
+    B, _, H, W, heads, _ = q.shape
+    room = q.new_zeros(2, B * heads, math.prod(reach.box), frames * H * W, dtype=torch.float32)
+    return room[0], room[1]
+
+
+def _grid(T: int, H: int, W: int, slots: int) -> Callable[[dict[str, Any]], tuple[int, int]]:
+    def grid(meta: dict[str, Any]) -> tuple[int, int]:
+        sizes = zip((T, H, W), ("BLOCK_T", "BLOCK_H", "BLOCK_W"), strict=True)
+        return math.prod(triton.cdiv(size, meta[name]) for size, name in sizes), slots
+
+    return grid
+
+
+def _head(q: Tensor) -> dict[str, int]:
+    d = q.shape[-1]
+    sizes = {"D": d, "BLOCK_D": max(16, triton.next_power_of_2(d))}
+    return sizes | {"enable_fp_fusion": True}  # versions of Triton differ in the default
+
+
+def _dot(q: Tensor) -> dict[str, Any]:
+    """Operands of dense products: q's dtype on a GPU; the interpreter's bf16 is not to be used."""
+    wide = interpreting() or q.dtype == torch.float32
+    half = triton.language.bfloat16 if q.dtype == torch.bfloat16 else triton.language.float16
+    return {"DOT": triton.language.float32 if wide else half}
+
+
+def _window(window: Sequence[int], kind: str) -> dict[str, int]:
+    return dict(zip(("KT", "KH", "KW"), window, strict=True)) | {"KIND": KIND_CODES[kind]}
+
+
+def _extra_block(inputs: Inputs) -> dict[str, int]:
+    return {"BLOCK_E": 32 if _extra(inputs) else 0}
+
+
+def _extra(inputs: Inputs) -> int:
+    return 0 if inputs.extra_k is None else inputs.extra_k.shape[1]
+
+
+def _groups(inputs: Inputs) -> int:
+    return 1 if inputs.offsets is None else inputs.offsets.shape[4]
+
+
+def _or(x: Tensor | None, other: Tensor) -> Tensor:
+    """A pointer is always passed; `other` stands where nothing is read."""
+    return other if x is None else x
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros_like(x, dtype=torch.float32)

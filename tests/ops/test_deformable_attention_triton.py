@@ -1,0 +1,186 @@
+"""The Triton kernels of 3D-DSA without a GPU: interpreted, compiled ahead of time, refused.
+
+Errors are relative to the largest value of each tensor. The oracle is the definition in fp64.
+"""
+
+import inspect
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaslide.ops import deformable_attention as op
+from megaslide.ops.deformable_attention import deformable_attention, triton_backend
+
+HERE = Path(__file__).parent
+CASES = (
+    "none", "shift", "affine", "affine, 3x3x3", "tap", "far outside", "zero offsets",
+    "an axis of one voxel", "a frame at a time", "bf16",
+)  # fmt: skip
+
+
+# ---- interpreted ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, dict[str, float]]:
+    pytest.importorskip("triton", reason="Triton is not installed: pip install 'megaslide[gpu]'")
+    done = subprocess.run(
+        [sys.executable, str(HERE / "triton_interpreted.py"), *CASES],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(HERE)},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_definition(interpreted: dict[str, dict[str, float]], name: str) -> None:
+    # bf16 rounds `out`, and the gradients of scores are differences from its product with grad_out.
+    bound = 3e-2 if name == "bf16" else 3e-6
+    found = interpreted[name]
+    assert {"out", "q", "k", "v"} <= found.keys()
+    assert ("offsets" in found) == (name != "none")
+    assert all(error < bound for error in found.values()), found
+
+
+# ---- compiled ahead of time ----------------------------------------------------------------------
+
+POINTERS = {
+    "fp32": {
+        "offsets", "doffsets", "lse", "delta", "reach_v", "reach_k", "dk", "dv",
+    },
+    "half": {"q", "k", "v", "extra_k", "extra_v", "out", "grad_out", "dq"},
+}  # fmt: skip
+
+
+def compile_for(kernel: Any, arch: int, kind: int, d: int, tile: tuple[int, ...]) -> Any:
+    """bf16, a window of 3x7x7, 32 extra keys at a time; nothing of it needs a GPU."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = list(inspect.signature(kernel.fn).parameters)
+    constants = {
+        "D": d, "BLOCK_D": d, "DOT": triton.language.bfloat16, "KT": 3, "KH": 7, "KW": 7,
+        "KIND": kind, "BLOCK_T": tile[0], "BLOCK_H": tile[1], "BLOCK_W": tile[2],
+        "BLOCK_E": 32, "BLOCK_Q": 32, "BLOCK": 64,
+    }  # fmt: skip
+    constants = {name: x for name, x in constants.items() if name in names}
+    types = dict.fromkeys(names, "i32") | {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
+    types |= dict.fromkeys(POINTERS["fp32"], "*fp32") | dict.fromkeys(POINTERS["half"], "*bf16")
+    types = {name: types[name] for name in names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"
+    }
+    source = ASTSource(kernel, types, constants, aligned)
+    target = GPUTarget("cuda", arch, 32)
+    return triton.compile(
+        source, target=target, options={"num_warps": tile[3], "enable_fp_fusion": True}
+    )
+
+
+def usage(compiled: Any, folder: Path) -> dict[str, int]:
+    """Registers per thread and bytes of spilled ones, as NVIDIA's own tool reads them."""
+    triton = pytest.importorskip("triton")
+    path = folder / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
+    told = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True)
+    numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", told.stdout))
+    assert set(numbers) == {"REG", "STACK", "LOCAL"}, told
+    return {name: int(x) for name, x in numbers.items()} | {"shared": compiled.metadata.shared}
+
+
+def assert_fits(kernel: Any, arch: int, kind: int, d: int, folder: Path) -> None:
+    from megaslide.ops.deformable_attention import triton_launch
+
+    tile = triton_launch.BACKWARD_TILES[d]
+    used = usage(compile_for(kernel, arch, kind, d, tile), folder)
+    assert used["STACK"] == used["LOCAL"] == 0, used
+    assert used["REG"] <= 255, used
+    assert used["shared"] <= 48 * 1024, used  # several programs share what sm_80 has
+
+
+def kernels() -> dict[str, Any]:
+    pytest.importorskip("triton")
+    from megaslide.ops.deformable_attention import triton_kernels, triton_keys
+
+    found = vars(triton_kernels) | vars(triton_keys)
+    return {name: x for name, x in found.items() if name.endswith("_kernel")}
+
+
+def test_forward_compiles_without_a_gpu(tmp_path: Path) -> None:
+    assert_fits(kernels()["forward_kernel"], 90, 2, 64, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize(
+    "name", ["forward_kernel", "queries_kernel", "keys_kernel", "extra_kernel", "share_kernel"]
+)
+def test_compiles_without_spilling(name: str, arch: int, d: int, tmp_path: Path) -> None:
+    kinds = (0,) if name in ("extra_kernel", "share_kernel") else (0, 1, 2, 3)
+    for kind in kinds:
+        assert_fits(kernels()[name], arch, kind, d, tmp_path)
+
+
+@pytest.mark.slow
+def test_sums_of_the_reach_have_one_order() -> None:
+    """All atomic additions of a kernel share a layout, so each address has one adding thread."""
+    compiled = compile_for(kernels()["queries_kernel"], 90, 2, 64, (1, 2, 8, 4))
+    lines = [x for x in compiled.asm["ttgir"].splitlines() if "tt.atomic_rmw" in x]
+    layouts = {layout for line in lines for layout in re.findall(r"x!tt.ptr<f32>, (#\w+)>", line)}
+    assert len(lines) == 16
+    assert len(layouts) == 1
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+def tokens(d: int = 8, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(1, 2, 3, 4, 1, d, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("q", "reason"),
+    [
+        (tokens(), r"run on GPUs, and q is on cpu"),
+        (tokens(dtype=torch.float64), r"and q is torch.float64"),
+        (tokens(d=192), r"head dims up to 128, and q has 192"),
+    ],
+)
+def test_asked_for_by_name_it_says_why_not(q: torch.Tensor, reason: str) -> None:
+    if "on cpu" in reason:
+        pytest.importorskip("triton")
+    with pytest.raises(RuntimeError, match=rf"'triton' cannot run here: .*{reason}"):
+        deformable_attention(q, q, q, window=(1, 3, 3), backend="triton")
+
+
+def test_without_triton_it_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"not installed; pip install 'megaslide\[gpu\]'"):
+        deformable_attention(tokens(), tokens(), tokens(), window=(1, 3, 3), backend="triton")
+
+
+def test_on_a_gpu_the_reason_for_the_reference_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class OnGpu:
+        device, dtype, shape = torch.device("cuda"), torch.float64, (1, 2, 3, 4, 1, 8)
+
+    op._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert op._select(None, OnGpu()) is op.deformable_attention_reference  # type: ignore[arg-type]
+    assert len(caplog.records) == 1
+    assert "q is torch.float64" in caplog.text

@@ -1,0 +1,69 @@
+"""A program, not a test: 3D-DSA under Triton's interpreter against the definition in fp64.
+
+Triton reads TRITON_INTERPRET when it is imported, hence a process of its own. Prints JSON: for each
+case, the largest error of the output and of every gradient, relative to its largest value.
+"""
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+import torch
+from test_deformable_attention import random_case
+
+from megaslide.ops.deformable_attention import deformable_attention, triton_launch
+
+NAMES = ("q", "k", "v", "offsets", "extra_k", "extra_v")
+SMALL = {"size": (2, 3, 5), "window": (2, 2, 3)}
+CASES = {
+    # 3x3x3, wider than one tile, odd sizes, head dim that needs padding
+    "none": {"size": (3, 3, 9), "window": (3, 3, 3), "kind": None, "d": 5, "extra": 2},
+    "shift": {**SMALL, "kind": "shift", "d": 8, "groups": 2, "spread": 1.5},
+    "affine": {**SMALL, "kind": "affine", "d": 8, "extra": 3, "spread": 0.7},
+    "affine, 3x3x3": {"size": (3, 3, 5), "window": (3, 3, 3), "kind": "affine", "heads": 1},
+    "tap": {**SMALL, "kind": "tap", "d": 8, "groups": 1},
+    "far outside": {**SMALL, "kind": "tap", "heads": 1, "spread": 30.0},
+    "zero offsets": {**SMALL, "kind": "affine", "heads": 1, "spread": 0.0},
+    "an axis of one voxel": {
+        "size": (1, 4, 5), "window": (1, 3, 3), "kind": "affine", "heads": 1, "batch": 2,
+    },
+    "a frame at a time": {
+        "size": (5, 2, 3), "window": (2, 1, 2), "kind": "shift", "heads": 1, "bound": 1,
+    },
+    "bf16": {**SMALL, "kind": "affine", "heads": 1, "extra": 2, "dtype": torch.bfloat16},
+}  # fmt: skip
+
+
+def results(case, dtype, backend):
+    settings = {name: x for name, x in case.items() if name not in NAMES}
+    given = {
+        name: x.to(dtype if name != "offsets" or dtype == torch.float64 else torch.float32)
+        .clone()
+        .requires_grad_()
+        for name, x in case.items()
+        if name in NAMES and x is not None
+    }
+    out = deformable_attention(**given, **settings, backend=backend)
+    seed = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape)
+    (out.double() * seed).sum().backward()
+    return {"out": out.detach()} | {name: x.grad for name, x in given.items()}
+
+
+def errors(options):
+    torch.manual_seed(0)
+    options = dict(options)
+    triton_launch.REACH_BYTES = options.pop("bound", 2**30)
+    dtype = options.pop("dtype", torch.float32)
+    case = random_case(**options, dtype=torch.float32)
+    case = {n: x.to(dtype) if n in NAMES and x is not None else x for n, x in case.items()}
+    found, expected = results(case, dtype, "triton"), results(case, torch.float64, "reference")
+    return {
+        name: float((x.double() - expected[name]).abs().max() / expected[name].abs().max())
+        for name, x in found.items()
+    }
+
+
+if __name__ == "__main__":
+    chosen = sys.argv[1:] or list(CASES)
+    print(json.dumps({name: errors(CASES[name]) for name in chosen}))
