@@ -20,7 +20,7 @@ def export(
         Literal["bf16", "fp32"] | None, typer.Option(help="Default: as each tensor was saved.")
     ] = None,
 ) -> None:
-    """Write a checkpoint's transformer for others to load with diffusers.
+    """Write a checkpoint as a folder that diffusers loads.
 
     Keys are those of diffusers; the keys of the models' original repositories are not there.
     """
