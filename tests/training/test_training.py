@@ -140,7 +140,9 @@ def test_log_reports_every_promised_key(whole: TrainResult) -> None:
     }  # fmt: skip
     assert keys <= last.keys()
     assert all(last[key] is not None for key in keys)
-    assert min(last["offload/h2d_gb"], last["offload/d2h_gb"]) > 0
+    # Of all steps: a copy counts for the step in which it ends, which for loads ahead may be either.
+    for key in ("offload/h2d_gb", "offload/d2h_gb"):
+        assert sum(json.loads(line).get(key, 0.0) for line in lines) > 0
     assert 0 < last["offload/overlap"] <= 1
 
 
