@@ -140,7 +140,7 @@ def test_log_reports_every_promised_key(whole: TrainResult) -> None:
     }  # fmt: skip
     assert keys <= last.keys()
     assert all(last[key] is not None for key in keys)
-    # Of all steps: a copy counts for the step in which it ends, which for loads ahead may be either.
+    # Of all steps: a load ahead counts for the step in which it ends, which may be either.
     for key in ("offload/h2d_gb", "offload/d2h_gb"):
         assert sum(json.loads(line).get(key, 0.0) for line in lines) > 0
     assert 0 < last["offload/overlap"] <= 1
