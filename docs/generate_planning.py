@@ -7,6 +7,7 @@ own claims are typed here, as `PAPER`. Takes half a minute; a slow test holds th
 """
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -142,8 +143,8 @@ def long_video() -> Iterable[str]:
     yield f"{subject.tokens:,} tokens, inputs of blocks on the host:\n"
     yield table(["attention", "FLOP per step", "step", "at peak rate", "one boundary", "all",
                  "one block's working set"], rows)  # fmt: skip
-    taps, heads, size = 3 * 7 * 7, 64, 128
-    samples = 2 * subject.tokens * taps * heads * size * 2
+    config = subject.network.config
+    samples = 2 * 2 * subject.tokens * math.prod(config.window) * config.hidden_size
     yield (
         f"\nAn implementation that materialises its samples, as the published code does, holds "
         f"{gb(samples)} of sampled keys and values in bf16 for one attention layer with this "

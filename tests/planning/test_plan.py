@@ -102,6 +102,20 @@ def test_link_bound_time_is_bytes_over_bandwidth(costs: ModelCosts) -> None:
     assert floor < figures["step_s"] < floor + 5 * block
 
 
+def test_the_optimizer_and_the_disk_take_what_their_bytes_take(costs: ModelCosts) -> None:
+    """`split`: 14 bytes read and 12 written per parameter, besides what page padding adds."""
+    figures = make_plan(costs, MACHINE, Choice(tier="disk", gradient_tier="disk")).to_dict()
+    state, weights = figures["state_bytes"], sum(u.weight_bytes for u in costs.units)
+    gradients = sum(figures["disk_bytes"].values()) - state
+    busy = figures["busy_s"]
+    assert busy["adamw"] * 1e9 >= 2 * state + gradients  # its waits for the disk are in it
+    in_ram = make_plan(costs, MACHINE, Choice()).to_dict()["busy_s"]
+    assert in_ram["adamw"] * 1e9 == pytest.approx(2 * state + gradients)
+    assert 26 * costs.parameters < 2 * state + gradients < 40 * costs.parameters
+    assert busy["disk_write"] * 1e9 >= state + gradients
+    assert figures["step_s"] * 1e9 > 2 * state + 2 * gradients + weights
+
+
 def test_shortfall_says_what_is_missing_where(costs: ModelCosts) -> None:
     plan = make_plan(costs, MACHINE, Choice())
     assert not plan.shortfall

@@ -119,3 +119,24 @@ def _offsets(size: int) -> list[int]:
     if size <= _PIECES * _PIECE_BYTES:
         return list(range(0, size, _PIECE_BYTES))
     return [piece * (size - _PIECE_BYTES) // (_PIECES - 1) for piece in range(_PIECES)]
+
+
+def load_component(component: Component, cls: Any, **options: Any) -> Any:
+    """The component's model by its class, whole, for inference.
+
+    Raises:
+        InputError: it does not load, or some of its weights are not there.
+    """
+    try:
+        model, report = cls.from_pretrained(component.folder, output_loading_info=True, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{component.folder}: {component.class_name} does not load: {error}",
+            "copy the folder again, whole",
+        ) from None
+    if missing := sorted(report["missing_keys"]):
+        raise InputError(
+            f"{component.folder}: {len(missing)} weights are missing, first {missing[0]!r}",
+            "take config.json and weights from one save",
+        )
+    return model.eval().requires_grad_(False)

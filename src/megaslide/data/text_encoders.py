@@ -23,6 +23,7 @@ from megaslide.config import TextConfig
 from megaslide.data.components import (
     Component,
     find_components,
+    load_component,
     pipeline_folder,
     transformer_config,
 )
@@ -211,22 +212,8 @@ def _load_tokenizer(folder: Path) -> Any:
 
 
 def _load_encoder(component: Component) -> Any:
-    transformers = _transformers()
-    try:
-        model, report = getattr(transformers, component.class_name).from_pretrained(
-            component.folder, dtype="auto", output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"{component.folder}: {component.class_name} does not load: {error}",
-            "copy the folder again, whole",
-        ) from None
-    if missing := sorted(report["missing_keys"]):
-        raise InputError(
-            f"{component.folder}: {len(missing)} weights are missing, first {missing[0]!r}",
-            "take config.json and weights from one save",
-        )
-    return model.eval().requires_grad_(False)
+    cls = getattr(_transformers(), component.class_name)
+    return load_component(component, cls, dtype="auto")
 
 
 def _transformers() -> Any:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megaslide.config import CodecConfig, Triple
 from megaslide.data.codecs import BlockGrid
-from megaslide.data.components import Component, find_components
+from megaslide.data.components import Component, find_components, load_component
 from megaslide.errors import InputError
 
 VERSION = 1
@@ -231,25 +231,13 @@ def _load(component: Component) -> Any:
         import diffusers
     except ImportError as error:
         raise ImportError("autoencoders need diffusers: pip install 'megaslide[train]'") from error
-    try:
-        model, report = getattr(diffusers, component.class_name).from_pretrained(
-            component.folder, torch_dtype=torch.float32, output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"{component.folder}: {component.class_name} does not load: {error}",
-            "copy the folder again, whole",
-        ) from None
-    if missing := sorted(report["missing_keys"]):
-        raise InputError(
-            f"{component.folder}: {len(missing)} weights are missing, first {missing[0]!r}",
-            "take config.json and weights from one save",
-        )
+    cls = getattr(diffusers, component.class_name)
+    model = load_component(component, cls, torch_dtype=torch.float32)
     for option in ("enable_tiling", "enable_slicing"):
         if hasattr(model, option):
             getattr(model, option)()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.eval().requires_grad_(False).to(device)
+    return model.to(device)
 
 
 def _seeded(pixels: Tensor) -> torch.Generator:

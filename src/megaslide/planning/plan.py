@@ -19,7 +19,7 @@ from megaslide.planning.rates import Rates
 from megaslide.planning.simulate import Load, Schedule, Simulated, UnitLoad, simulate
 from megaslide.streaming.layout import UnitLayout
 from megaslide.streaming.records import FORMATS, StateFormat, planned_bytes
-from megaslide.streaming.store import StorePlan, StoreSettings
+from megaslide.streaming.store import StorePlan, StoreSettings, Tier
 
 EFFICIENCY = 0.7
 """Share of a datasheet's matrix rate that well-shaped training kernels reach; an assumption."""
@@ -86,8 +86,8 @@ class Choice:
     slots: int = 2
     micro_batches: int = 1
     activations: str = "device"
-    tier: str = "ram"
-    gradient_tier: str = "ram"
+    tier: Tier = "ram"
+    gradient_tier: Tier = "ram"
     clip: bool = True
     ema: bool = False
 
@@ -216,7 +216,7 @@ def pace(plan: Plan) -> float:
 
 def _settings(choice: Choice) -> StoreSettings:
     return StoreSettings(
-        tier=choice.tier, gradient_tier=choice.gradient_tier,  # type: ignore[arg-type]
+        tier=choice.tier, gradient_tier=choice.gradient_tier,
         state_format=choice.state_format, ema=choice.ema, disk_path=Path(),
     )  # fmt: skip
 

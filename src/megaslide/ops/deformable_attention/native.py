@@ -9,12 +9,12 @@ Shapes: B batch, T H W voxels per axis, G offset groups, K taps, E extra keys, d
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megaslide.ops import library
+from megaslide.ops.deformable_attention.operators import make_differentiable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KIND_CODES = {"none": 0, "shift": 1, "affine": 2, "tap": 3}
@@ -137,38 +137,7 @@ def _backward(
     return [gradients.pop(name).to(x.dtype) for name, x in given]
 
 
-@_backward.register_fake
-def _(
-    grad_out: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor | None,
-    extra_k: Tensor | None,
-    extra_v: Tensor | None,
-    window: Sequence[int],
-    kind: str,
-    scale: float,
-    num_threads: int,
-) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (q, k, v, offsets, extra_k, extra_v) if x is not None]
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.settings = inputs[6:]
-    ctx.save_for_backward(*output, *inputs[:6])
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, lse, *inputs = ctx.saved_tensors
-    gradients = iter(_backward(grad_out, out, lse, *inputs, *ctx.settings))
-    return *(None if x is None else next(gradients) for x in inputs), None, None, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save_for_backward)
+make_differentiable(_forward, _backward)
 
 
 # ---- the C interface (csrc/include/megaslide.h) --------------------------------------------------

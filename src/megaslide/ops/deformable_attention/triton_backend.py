@@ -11,10 +11,11 @@ dim, R voxels by which offsets displace a tap at most.
 import importlib.util
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from megaslide.ops.deformable_attention.operators import make_differentiable
 
 Triple = tuple[int, int, int]
 
@@ -128,34 +129,4 @@ def _backward(
     return [gradient.to(x.dtype) for gradient, x in zip(gradients, given, strict=True)]
 
 
-@_backward.register_fake
-def _(
-    grad_out: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor | None,
-    extra_k: Tensor | None,
-    extra_v: Tensor | None,
-    window: Sequence[int],
-    kind: str,
-    scale: float,
-) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (q, k, v, offsets, extra_k, extra_v) if x is not None]
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.settings = inputs[6:]
-    ctx.save_for_backward(*output, *inputs[:6])
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, lse, *inputs = ctx.saved_tensors
-    gradients = iter(_backward(grad_out, out, lse, *inputs, *ctx.settings))
-    return *(None if x is None else next(gradients) for x in inputs), None, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save_for_backward)
+make_differentiable(_forward, _backward)
