@@ -566,3 +566,32 @@ def test_bench_runs_a_script_with_its_options_and_names_the_known_ones() -> None
     shown = subprocess.run(command, capture_output=True, text=True, check=False)
     assert shown.returncode == 2
     assert "bench_streaming.py: error: unrecognized arguments: --unknown" in shown.stderr
+
+
+# -- plan -----------------------------------------------------------------------------------------
+
+
+def test_plan_tells_a_known_accelerator_within_80_columns() -> None:
+    small = ("--gpu", "h200", "--ram", "64GB", "--frames", "9", "--height", "64", "--width", "64")
+    figures = json.loads(run("plan", "tiny", *small, "--json").stdout)
+    assert figures["fits"] is True
+    assert figures["params"] > 0
+    result = run("plan", "tiny", *small)
+    assert result.exit_code == 0
+    assert "verdict" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("tiny", "--gpu", "h20"), "h200"),
+        (("tiny", "--gpu", "h200", "--ram", "much"), "512GB"),
+        (("tiny", "--efficiency", "0.5"), "--gpu"),
+        (("huge", "--gpu", "h200"), "105b"),
+    ],
+)
+def test_plan_refuses_what_it_cannot_read(arguments: tuple[str, ...], told: str) -> None:
+    done = run_process("plan", *arguments)
+    assert done.returncode == 2
+    assert told in done.stderr
