@@ -94,6 +94,26 @@ def test_ltx_takes_tokens_frame_by_frame_and_positions_in_seconds() -> None:
     assert not torch.equal(call(other, latents, 1000 * SIGMAS, **TEXT), got)
 
 
+def test_ltxs_given_frame_has_time_zero_as_in_image_to_video() -> None:
+    """The mask of the pipeline's `prepare_latents` in its denoising loop."""
+    from diffusers import LTXImageToVideoPipeline
+
+    model, denoiser = pair("ltx")
+    latents, pack = tiny.video(), LTXImageToVideoPipeline._pack_latents
+    mask = torch.zeros(B, 1, T, H, W)
+    mask[:, :, 0] = 1
+    timestep = (1000 * SIGMAS).unsqueeze(-1) * (1 - pack(mask, 1, 1).squeeze(-1))
+    expected = call(
+        model, pack(latents, 1, 1), zeroed(tiny.text()), timestep, tiny.text_mask(), T, H, W,
+        (8 / 25, 32, 32), return_dict=False,
+    )  # fmt: skip
+    times = 1000 * SIGMAS[:, None].repeat(1, T)
+    times[:, 0] = 0
+    got = call(denoiser, latents, times, **TEXT)
+    assert torch.equal(pack(got, 1, 1), expected)
+    assert not torch.allclose(got, call(denoiser, latents, 1000 * SIGMAS, **TEXT))
+
+
 @pytest.mark.parametrize("edm_sigma", [0.02, 0.7, 5.0, 80.0])
 def test_cosmos_predicts_the_x0_of_its_pipeline(edm_sigma: float) -> None:
     model, denoiser = pair("cosmos2")

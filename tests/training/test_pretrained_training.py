@@ -185,7 +185,7 @@ def test_a_run_that_converts_resumes_and_samples(clips: Path, tmp_path: Path) ->
         train(config)
 
 
-@pytest.mark.parametrize("name", ["wan", "cosmos2-v2w"])
+@pytest.mark.parametrize("name", ["wan", "ltx", "cosmos2-v2w"])
 def test_a_given_first_frame_and_bf16(name: str, clips: Path, tmp_path: Path) -> None:
     folder = pipeline(tmp_path / "pipeline", name)
     options = {"train__first_frame": "given", "train__mixed_precision": "bf16"}
@@ -227,8 +227,8 @@ def test_an_expert_trains_on_its_noise_levels_and_does_not_sample(
 def test_inputs_of_another_model_are_refused(
     change: dict[str, Any], words: str, clips: Path, tmp_path: Path
 ) -> None:
-    pipeline(tmp_path / "pipeline", "ltx")
-    base = configure(tmp_path, clips, "ltx")
+    pipeline(tmp_path / "pipeline", "mochi")
+    base = configure(tmp_path, clips, "mochi")
     overrides = [f"{key}={value}" for key, value in change.items()]
     save_config(base, tmp_path / "config.yaml")
     with pytest.raises(InputError, match=words):

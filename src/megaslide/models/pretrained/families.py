@@ -85,6 +85,17 @@ class Family:
         """The transformer's output in the common convention, [B, C, T, H, W]."""
         return output
 
+    def _per_token(self, latents: Tensor, timestep: Tensor) -> Tensor:
+        """[B, T] to [B, N]: tokens lie frame by frame, and a token takes its first frame's time.
+
+        One time per sample, [B], stays as it is.
+        """
+        if timestep.ndim == 1:
+            return timestep
+        t, h, w = self.patch_size
+        in_frame = (latents.shape[3] // h) * (latents.shape[4] // w)
+        return timestep[:, ::t].repeat_interleave(in_frame, dim=1)
+
     def _check(self) -> None:
         given = int(self.config["in_channels"])
         predicted = int(self.config.get("out_channels") or given)
@@ -115,30 +126,27 @@ class Wan(Family):
         return int(self.config["text_dim"])
 
     def arguments(self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Arguments:
-        if timestep.ndim == 2:
-            timestep = self._per_token(latents, timestep)
         return {
             "hidden_states": latents,
-            "timestep": timestep,
+            "timestep": self._per_token(latents, timestep),
             "encoder_hidden_states": padded(text, self.TEXT_LENGTH),
         }
-
-    def _per_token(self, latents: Tensor, timestep: Tensor) -> Tensor:
-        """[B, T] to [B, N]: tokens lie frame by frame, and a token takes its first frame's time."""
-        t, h, w = self.patch_size
-        in_frame = (latents.shape[3] // h) * (latents.shape[4] // w)
-        return timestep[:, ::t].repeat_interleave(in_frame, dim=1)
 
 
 class LTX(Family):
     """LTX-Video: tokens instead of a volume, positions in seconds and pixels.
 
     Velocity at t = 1000·sigma. Positions are scaled by (8/fps, 32, 32), the pixels and frames of
-    one latent voxel. Source: pipelines/ltx/pipeline_ltx.py.
+    one latent voxel. Image-to-video has one timestep per token, 0 on those of a given frame.
+    Source: pipelines/ltx/pipeline_ltx.py, pipeline_ltx_image2video.py.
     """
 
     FPS = 25.0
     VOXEL = (8, 32, 32)
+
+    @property
+    def takes_first_frame(self) -> bool:
+        return True
 
     @property
     def text_dim(self) -> int:
@@ -148,7 +156,7 @@ class LTX(Family):
         t, h, w = self.VOXEL
         return {
             "hidden_states": latents.flatten(2).transpose(1, 2),  # [B, THW, C]
-            "timestep": timestep,
+            "timestep": self._per_token(latents, timestep),
             "encoder_hidden_states": text,
             "encoder_attention_mask": mask,
             **dict(zip(("num_frames", "height", "width"), latents.shape[2:], strict=True)),
