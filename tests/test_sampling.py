@@ -51,6 +51,9 @@ class LengthEncoder:
         values = torch.tensor([float(len(c)) for c in captions])
         return values.view(-1, 1, 1) * mask[..., None] * torch.ones(self.dim), mask
 
+    def pooled(self, captions: list[str]) -> None:
+        return None
+
     def close(self) -> None:
         pass
 

@@ -6,6 +6,7 @@ shows.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,30 @@ def write_text(root: Path, *, kind: str = "T5", width: int = tiny.TEXT) -> tuple
     return tokenizer, encoder.eval()
 
 
+def write_hunyuan_text(root: Path) -> tuple[Any, ...]:
+    """Save a tiny Llama and a tiny CLIP with tokenizers; returns (tokenizer, encoder) of each."""
+    import transformers
+
+    tokenizers = _llama_tokenizer(), _tokenizer()
+    torch.manual_seed(2)
+    sizes = {"intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    llama = transformers.LlamaModel(
+        transformers.LlamaConfig(vocab_size=128, hidden_size=tiny.TEXT, **sizes)
+    )
+    clip = transformers.CLIPTextModel(
+        transformers.CLIPTextConfig(
+            vocab_size=64, hidden_size=tiny.POOLED, bos_token_id=0, eos_token_id=1, **sizes
+        )
+    )
+    for model, tokenizer, suffix in zip((llama, clip), tokenizers, ("", "_2"), strict=True):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0, 0.3)
+        model.save_pretrained(root / f"text_encoder{suffix}")
+        tokenizer.save_pretrained(root / f"tokenizer{suffix}")
+    return tokenizers[0], llama.eval(), tokenizers[1], clip.eval()
+
+
 def write_scheduler(root: Path, values: dict[str, Any]) -> None:
     (root / "scheduler").mkdir(parents=True)
     (root / "scheduler" / "scheduler_config.json").write_text(json.dumps(values))
@@ -99,16 +124,36 @@ def frames(count: int, height: int, width: int, *, batch: int = 1, seed: int = 0
 
 
 def _tokenizer() -> Any:
+    from tokenizers import pre_tokenizers, processors
+
+    ending = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return _of_words(WORDS.split(), pre_tokenizers.WhitespaceSplit(), ending)
+
+
+def _llama_tokenizer() -> Any:
+    """Cuts HunyuanVideo's template such that a caption begins where the pipeline expects it."""
+    from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
+    from tokenizers import Regex, pre_tokenizers
+
+    template = pipeline_hunyuan_video.DEFAULT_PROMPT_TEMPLATE
+    pattern = r"<\|\w+\|>|\n\n|\w{1,12}|[^\w\s]"
+    split = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
+    beginning, _, end = template["template"].partition("{}")
+    words, rest = ([w for w, _ in split.pre_tokenize_str(part)] for part in (beginning, end))
+    assert len(words) == template["crop_start"]
+    return _of_words(dict.fromkeys([*words, *rest, *WORDS.split()]), split)
+
+
+def _of_words(words: Iterable[str], split: Any, ending: Any = None) -> Any:
     import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from tokenizers import Tokenizer, models
 
     vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2}
-    vocabulary |= {word: 3 + number for number, word in enumerate(WORDS.split())}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.post_processor = processors.TemplateProcessing(
-        single="$A </s>", special_tokens=[("</s>", 1)]
-    )
+    vocabulary |= {word: 3 + number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = split
+    if ending is not None:
+        tokenizer.post_processor = ending
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     )

@@ -64,7 +64,8 @@ def generate(
 
     Args:
         model: predicts the velocity, called as in `megaslide.diffusion`, with the keyword
-            arguments `encoder_hidden_states` [B, L, D] and `encoder_attention_mask` [B, L].
+            arguments `encoder_hidden_states` [B, L, D], `encoder_attention_mask` [B, L], and
+            `pooled_projections` [B, P] where the text encoder makes it.
         prompts: captions; the position of each is part of its seed.
         bucket: frames, height and width of the clips, in pixels.
         shift: timestep shift the model was trained with.
@@ -196,17 +197,15 @@ def _text_conditioning(
 ) -> dict[str, dict[str, Tensor]]:
     """Arguments `conditioning` and `negative` of the sampler, of all prompts: an encoder is loaded
     once, and what it gives is of one length."""
-    embeddings, mask = (each.to(device) for each in text_encoder.encode([*prompts, negative]))
-    last = torch.full((len(prompts),), len(prompts), device=embeddings.device)
+    captions = [*prompts, negative]
+    embeddings, mask = text_encoder.encode(captions)
+    text = {"encoder_hidden_states": embeddings, "encoder_attention_mask": mask}
+    if (pooled := text_encoder.pooled(captions)) is not None:
+        text["pooled_projections"] = pooled
+    last = torch.full((len(prompts),), len(prompts))
     return {
-        "conditioning": {
-            "encoder_hidden_states": embeddings[:-1],
-            "encoder_attention_mask": mask[:-1],
-        },
-        "negative": {
-            "encoder_hidden_states": embeddings[last],
-            "encoder_attention_mask": mask[last],
-        },
+        "conditioning": {key: value[:-1].to(device) for key, value in text.items()},
+        "negative": {key: value[last].to(device) for key, value in text.items()},
     }
 
 

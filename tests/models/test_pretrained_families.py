@@ -159,7 +159,8 @@ def test_hunyuan_gets_its_guidance_times_1000_and_the_pooled_text() -> None:
     )  # fmt: skip
     got = call(denoiser, latents, 1000 * SIGMAS, pooled_projections=pooled, **TEXT)
     assert torch.equal(got, expected)
-    assert family_of(type(model).__name__).needs_pooled_text
+    assert denoiser.family.pooled_dim == tiny.POOLED
+    assert pair("wan")[1].family.pooled_dim is None
 
 
 @pytest.mark.parametrize(
@@ -222,6 +223,8 @@ def test_variants_that_need_other_inputs_are_refused() -> None:
         CogVideoX({"in_channels": 32, "out_channels": 16})
     with pytest.raises(InputError, match="Cosmos 1"):
         Cosmos({"in_channels": 16, "out_channels": 16, "extra_pos_embed_type": "learnable"})
+    with pytest.raises(InputError, match="'token_replace' is image-to-video"):
+        family_of("HunyuanVideoTransformer3DModel")(tiny.MODELS["hunyuan-token-replace"].config)
     with pytest.raises(InputError, match="LatteTransformer3DModel: how this family is trained"):
         family_of("LatteTransformer3DModel")
 

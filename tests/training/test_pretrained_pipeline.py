@@ -56,6 +56,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pipeline": "MochiPipeline", "vae": "AutoencoderKLMochi", "text": ("T5", tiny.TEXT),
         "scheduler": {**FLOW, "shift": 1.0, "invert_sigmas": True},
     },
+    "hunyuan": {
+        "pipeline": "HunyuanVideoPipeline", "vae": "AutoencoderKLHunyuanVideo",
+        "text": ("Llama", tiny.TEXT), "scheduler": {**FLOW, "shift": 7.0},
+    },
 }  # fmt: skip
 PROMPT = "digit 3 moves left"
 
@@ -72,7 +76,10 @@ def write_pipeline(folder: Path, name: str) -> Path:
     tiny.write_pipeline(folder, name)
     tiny_pipelines.write_vae(folder, family["vae"])
     kind, width = family["text"]
-    tiny_pipelines.write_text(folder, kind=kind, width=width)
+    if kind == "Llama":
+        tiny_pipelines.write_hunyuan_text(folder)
+    else:
+        tiny_pipelines.write_text(folder, kind=kind, width=width)
     tiny_pipelines.write_scheduler(folder, family["scheduler"])
     return folder
 
@@ -92,6 +99,7 @@ def configure(root: Path, clips: Path, **changes: Any) -> Config:
         "train.train_batch_size": 2,
         "sample.num_inference_steps": 3,
         "sample.guidance_scale": 2.5,
+        "model.guidance": 4.5,
         "log.log_every": 1,
         "log.report_to": "none",
     } | {key.replace("__", "."): value for key, value in changes.items()}
@@ -108,14 +116,16 @@ def stock_sample(root: Path, name: str, checkpoint: Path, size: tuple[int, int, 
     transformer = getattr(diffusers, tiny.MODELS[name].class_name)
     scheduler = getattr(diffusers, family["scheduler"]["_class_name"])
     vae = getattr(diffusers, family["vae"]).from_pretrained(folder, subfolder="vae")
-    encoder = getattr(transformers, f"{kind}EncoderModel")
+    encoders = {"": "LlamaModel", "_2": "CLIPTextModel"}
+    text: dict[str, Any] = {}
+    for suffix, cls in (encoders if kind == "Llama" else {"": f"{kind}EncoderModel"}).items():
+        encoder, tokenizer = folder / f"text_encoder{suffix}", folder / f"tokenizer{suffix}"
+        text[encoder.name] = getattr(transformers, cls).from_pretrained(encoder)
+        text[tokenizer.name] = transformers.AutoTokenizer.from_pretrained(tokenizer)
     pipeline = getattr(diffusers, family["pipeline"])(
-        transformer=transformer.from_pretrained(checkpoint, subfolder="transformer"),
-        vae=vae,
-        text_encoder=encoder.from_pretrained(folder / "text_encoder"),
-        tokenizer=transformers.AutoTokenizer.from_pretrained(folder / "tokenizer"),
-        scheduler=scheduler.from_pretrained(folder, subfolder="scheduler"),
-    )
+        transformer=transformer.from_pretrained(checkpoint, subfolder="transformer"), vae=vae,
+        scheduler=scheduler.from_pretrained(folder, subfolder="scheduler"), **text,
+    )  # fmt: skip
     pipeline.set_progress_bar_config(disable=True)
     frames, height, width = size
     bt, bh, bw = tiny_pipelines.BLOCKS[family["vae"]]
@@ -128,7 +138,8 @@ def stock_sample(root: Path, name: str, checkpoint: Path, size: tuple[int, int, 
     kind = "latent" if name == "mochi" else "np"
     video = pipeline(
         PROMPT, negative_prompt="", height=height, width=width, num_frames=frames, latents=noise,
-        num_inference_steps=3, guidance_scale=2.5, output_type=kind, return_dict=False,
+        num_inference_steps=3, guidance_scale=4.5 if name == "hunyuan" else 2.5,
+        output_type=kind, return_dict=False,
         **({"max_sequence_length": LENGTHS[name]} if name in LENGTHS else {}),
     )[0]  # fmt: skip
     if name == "mochi":  # its pipeline decodes 12 channels only

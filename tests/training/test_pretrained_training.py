@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny_diffusers as tiny
+import tiny_pipelines
 import torch
 from plain_adamw import PlainAdamW
 from torch import nn
@@ -18,7 +19,7 @@ from megaslide.config import AttentionConfig, Config, load_config, save_config
 from megaslide.data.prepare import prepare
 from megaslide.data.sprites import write_sprites
 from megaslide.errors import InputError
-from megaslide.models.network import FamilyDenoiser, network_of
+from megaslide.models.network import FamilyDenoiser, network_of, pretrained_network
 from megaslide.models.pretrained import find_source
 from megaslide.models.pretrained.converted_folder import write_converted
 from megaslide.sampling import sample_run
@@ -39,9 +40,14 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
         "snr_shift_scale": 1.0, "rescale_betas_zero_snr": True,
     },
     "mochi": {**FLOW, "invert_sigmas": True},
+    "skyreels": {"_class_name": "UniPCMultistepScheduler", "use_flow_sigmas": True},
+    "hunyuan": {**FLOW, "shift": 7.0},
 }  # fmt: skip
 TEXT_DIMS = {"cogvideox-rope": 8}
-CACHES = {"cogvideox-rope": "cache-of-other-text", "ltx": "cache-of-other-patches"}
+CACHES = {
+    "cogvideox-rope": "cache-of-other-text", "ltx": "cache-of-other-patches",
+    "hunyuan": "cache-of-encoded-text",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +65,8 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pipeline(folder: Path, name: str) -> Path:
     tiny.write_pipeline(folder, name)
     (folder / "scheduler").mkdir()
+    if name == "hunyuan":  # pooled embeddings come from pretrained encoders only
+        tiny_pipelines.write_hunyuan_text(folder)
     values = SCHEDULERS.get(name, FLOW)
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(values))
     return folder
@@ -73,8 +81,7 @@ def configure(root: Path, clips: Path, name: str, **changes: Any) -> Config:
         "data.buckets": "[3x64x80]",
         "data.validation_split": 0.3,
         "data.codec.channels": tiny.C,
-        "data.text.dim": TEXT_DIMS.get(name, tiny.TEXT),
-        "data.text.max_length": 8,
+        **text_of(name),
         "optim.learning_rate": 1e-3,
         "optim.adam_epsilon": 1e-2,
         "train.max_train_steps": 3,
@@ -85,9 +92,14 @@ def configure(root: Path, clips: Path, name: str, **changes: Any) -> Config:
     }
     values |= {key.replace("__", "."): value for key, value in changes.items()}
     config = load_config(None, [f"{key}={value}" for key, value in values.items()])
-    network = network_of(config, channels=tiny.C, text_dim=config.data.text.dim)
-    prepare(config.data, patch_size=network.patch_size)
+    prepare(config.data, patch_size=pretrained_network(config).patch_size)
     return config
+
+
+def text_of(name: str) -> dict[str, Any]:
+    if name == "hunyuan":
+        return {"data.text.name": "encoder"}
+    return {"data.text.dim": TEXT_DIMS.get(name, tiny.TEXT), "data.text.max_length": 8}
 
 
 def train_resident(config: Config, model: nn.Module) -> tuple[list[float], dict[str, Any]]:
@@ -244,7 +256,7 @@ def test_a_model_without_its_scheduler_is_refused(clips: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "words"),
     [("kandinsky5", "not known here"), ("wan-i2v", "condition on images"), ("cosmos", "Cosmos 1"),
-     ("hunyuan", "pooled text embedding")],
+     ("hunyuan", "pooled text embedding: one of 8 channels; data.text makes none")],
 )  # fmt: skip
 def test_models_that_need_more_are_refused(name: str, words: str, tmp_path: Path) -> None:
     tiny.write_pipeline(tmp_path, name)

@@ -271,8 +271,8 @@ def _resolve(config: "Config") -> "Network":
     from megaslide.models.network import network_of
 
     channels = build_codec(config.data.codec).channels
-    text_dim = build_text_encoder(config.data.text).dim
-    return network_of(config, channels=channels, text_dim=text_dim)
+    text = build_text_encoder(config.data.text)
+    return network_of(config, channels=channels, text_dim=text.dim, pooled_dim=text.pooled_dim)
 
 
 def _is_prepared(config: "Config") -> bool:
@@ -369,9 +369,7 @@ def _report_training(result: "TrainResult", arguments: list[str]) -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
     context: typer.Context,
-    name: Annotated[
-        str, typer.Argument(help="adamw, attention, disk, loading, plan or streaming.")
-    ],
+    name: Annotated[str, typer.Argument(help="adamw, attention, disk, loading, plan, streaming.")],
 ) -> None:
     """Measure this machine with a benchmark of the repository."""
     folder = Path(__file__).parents[3] / "benchmarks"

@@ -170,15 +170,18 @@ def _encode_text(
 ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     """Valid tokens of all distinct captions, end to end, and each caption's row; row 0 is "".
 
-    Only valid tokens are kept, so a long maximum costs nothing.
+    Only valid tokens are kept, so a long maximum costs nothing. Pooled embeddings are `[rows, P]`.
     """
     distinct = list(dict.fromkeys(["", *captions]))
-    parts, offsets = [], [0]
+    parts, offsets, pooled = [], [0], []
     for caption in distinct:
         embeddings, mask = encoder.encode([caption])
         parts.append(embeddings[0, mask[0]])
         offsets.append(offsets[-1] + len(parts[-1]))
+        pooled.append(encoder.pooled([caption]))
     tensors = {"tokens": torch.cat(parts), "offsets": torch.tensor(offsets)}
+    if rows := [row for row in pooled if row is not None]:
+        tensors["pooled"] = torch.cat(rows)
     return tensors, {caption: row for row, caption in enumerate(distinct)}
 
 

@@ -6,7 +6,7 @@ of itself and of its character n-grams, so that different words are nearly ortho
 be told. All sums are of integers and all roundings are IEEE, so embeddings are identical on every
 machine; nothing depends on Python's randomised `hash`.
 
-Shapes: B captions, L tokens (max_length), D channels.
+Shapes: B captions, L tokens (max_length), D channels, P channels of a pooled embedding.
 """
 
 import hashlib
@@ -43,12 +43,18 @@ class TextEncoder(Protocol):
     """Channels D."""
     max_length: int
     """Tokens L."""
+    pooled_dim: int | None
+    """Channels P of an embedding of the whole caption; None where there is none."""
 
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Embeddings `[B, L, D]` float32, zero where masked, and mask `[B, L]` bool (True: valid).
 
         Every caption, the empty one too, has at least one valid token.
         """
+        ...
+
+    def pooled(self, captions: Sequence[str]) -> Tensor | None:
+        """One embedding per caption, `[B, P]` float32, which some models take besides."""
         ...
 
     def count_tokens(self, caption: str) -> int:
@@ -81,6 +87,7 @@ class HashedNgramEncoder:
         if dim < 1 or max_length < 1:
             raise ValueError(f"dim={dim}, max_length={max_length}: both must be 1 or more")
         self.dim, self.max_length = dim, max_length
+        self.pooled_dim: int | None = None
 
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
         embeddings = torch.zeros(len(captions), self.max_length, self.dim)
@@ -91,6 +98,9 @@ class HashedNgramEncoder:
             embeddings[row, : len(words)] = torch.from_numpy(np.stack(tokens))
             mask[row, : len(words)] = True
         return embeddings, mask
+
+    def pooled(self, captions: Sequence[str]) -> None:
+        """There is none."""
 
     def count_tokens(self, caption: str) -> int:
         return max(1, len(split_words(caption)))

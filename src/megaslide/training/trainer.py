@@ -57,8 +57,9 @@ class Trainer:
         self.codec = build_codec(config.data.codec)
         self.text_encoder = build_text_encoder(config.data.text)
         self.network = network_of(
-            config, channels=self.codec.channels, text_dim=self.text_encoder.dim
-        )
+            config, channels=self.codec.channels, text_dim=self.text_encoder.dim,
+            pooled_dim=self.text_encoder.pooled_dim,
+        )  # fmt: skip
         self.recipe = recipe_of(config, self.network)
         cache = Path(config.data.cache_dir)
         self.dataset = LatentDataset(cache, split="train", expect=config.data)
@@ -137,14 +138,12 @@ class Trainer:
 
     def _conditioning(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Text of the batch, some of it replaced by the empty caption for guidance."""
-        text, mask = batch.text.clone(), batch.mask.clone()
-        empty_text, empty_mask = self.dataset.empty_text()
-        drop = torch.rand(len(text), generator=self.generator) < self.config.data.caption_dropout
-        text[drop], mask[drop] = empty_text, empty_mask
-        return {
-            "encoder_hidden_states": text.to(self.device),
-            "encoder_attention_mask": mask.to(self.device),
-        }
+        empty, dropout = self.dataset.empty_text(), self.config.data.caption_dropout
+        drop = torch.rand(len(batch.text), generator=self.generator) < dropout
+        given = {key: value.clone() for key, value in batch.conditioning().items()}
+        for key, value in given.items():
+            value[drop] = empty[key]
+        return {key: value.to(self.device) for key, value in given.items()}
 
     def _tokens(self, latents: torch.Tensor) -> int:
         return len(latents) * latents[0, 0].numel() // math.prod(self.network.patch_size)

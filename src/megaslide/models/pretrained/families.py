@@ -37,9 +37,6 @@ class Family:
         InputError: a variant of the family that needs inputs nobody gives it here.
     """
 
-    needs_pooled_text = False
-    """Whether `pooled_projections` [B, D'] must be among the conditioning."""
-
     def __init__(
         self, config: Mapping[str, Any], *, fps: float | None = None, guidance: float = 1.0
     ) -> None:
@@ -60,6 +57,11 @@ class Family:
     def text_dim(self) -> int:
         """Channels D of the text embeddings."""
         return int(self.config["text_embed_dim"])
+
+    @property
+    def pooled_dim(self) -> int | None:
+        """Channels P of `pooled_projections` [B, P] among the conditioning; None: there are none"""
+        return None
 
     @property
     def patch_size(self) -> Triple:
@@ -239,7 +241,9 @@ class HunyuanVideo(Family):
     `pooled_projections`. Source: pipelines/hunyuan_video/pipeline_hunyuan_video.py.
     """
 
-    needs_pooled_text = True
+    @property
+    def pooled_dim(self) -> int | None:
+        return int(self.config["pooled_projection_dim"])
 
     def arguments(self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Arguments:
         guided = bool(self.config.get("guidance_embeds"))
@@ -251,6 +255,14 @@ class HunyuanVideo(Family):
             "encoder_attention_mask": mask.to(latents.dtype),
             "guidance": latents.new_full((len(latents),), scale) if guided else None,
         }
+
+    def _check(self) -> None:
+        super()._check()
+        if (condition := self.config.get("image_condition_type")) is not None:
+            raise InputError(
+                f"HunyuanVideo with image_condition_type={condition!r} is image-to-video",
+                "give the text-to-video model of the family",
+            )
 
 
 class CogVideoX(Family):
