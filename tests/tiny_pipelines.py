@@ -70,7 +70,9 @@ def write_vae(root: Path, class_name: str, seed: int = 0) -> nn.Module:
     return vae.eval()
 
 
-def write_text(root: Path, *, kind: str = "T5", width: int = tiny.TEXT) -> tuple[Any, nn.Module]:
+def write_text(
+    root: Path, *, kind: str = "T5", width: int = tiny.TEXT, inner: int = 16, layers: int = 2
+) -> tuple[Any, nn.Module]:
     """Save a tokenizer and a tiny encoder as `root/tokenizer` and `root/text_encoder`."""
     import transformers
 
@@ -78,7 +80,7 @@ def write_text(root: Path, *, kind: str = "T5", width: int = tiny.TEXT) -> tuple
     tokenizer.save_pretrained(root / "tokenizer")
     torch.manual_seed(1)
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=64, d_model=width, d_kv=4, d_ff=16, num_layers=2, num_heads=2
+        vocab_size=64, d_model=width, d_kv=4, d_ff=inner, num_layers=layers, num_heads=2
     )
     encoder: nn.Module = getattr(transformers, f"{kind}EncoderModel")(config)
     with torch.no_grad():
@@ -88,13 +90,13 @@ def write_text(root: Path, *, kind: str = "T5", width: int = tiny.TEXT) -> tuple
     return tokenizer, encoder.eval()
 
 
-def write_hunyuan_text(root: Path) -> tuple[Any, ...]:
+def write_hunyuan_text(root: Path, *, inner: int = 16, layers: int = 4) -> tuple[Any, ...]:
     """Save a tiny Llama and a tiny CLIP with tokenizers; returns (tokenizer, encoder) of each."""
     import transformers
 
     tokenizers = _llama_tokenizer(), _tokenizer()
     torch.manual_seed(2)
-    sizes = {"intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    sizes = {"intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": 2}
     llama = transformers.LlamaModel(
         transformers.LlamaConfig(vocab_size=128, hidden_size=tiny.TEXT, **sizes)
     )

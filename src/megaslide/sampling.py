@@ -36,6 +36,7 @@ from megaslide.models.network import Network, saved_network
 from megaslide.models.pretrained.pipelines import KINDS, FamilyPipeline
 from megaslide.runs import CONFIG, find_checkpoint, read_state, weights_folder
 from megaslide.streaming import StreamedModel, stream
+from megaslide.streaming.placement import encoder_placement
 
 logger = logging.getLogger(__name__)
 
@@ -302,7 +303,8 @@ def sample_run(
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
     with closing(forward_only(network, dtype, config.offload.slots)) as model:
         frames = generate(
-            network.denoiser(model, dtype), codec, build_text_encoder(config.data.text), prompts,
+            network.denoiser(model, dtype), codec,
+            build_text_encoder(config.data.text, encoder_placement(config.offload)), prompts,
             bucket=bucket, settings=sample, shift=shift, device="cpu", progress=progress,
             pipeline=family_pipeline(network, recipe, codec, model, dtype),
         )  # fmt: skip

@@ -287,9 +287,11 @@ def _is_prepared(config: "Config") -> bool:
 
 def _prepare(config: "Config", patch_size: "Triple") -> None:
     from megaslide.data.prepare import prepare as prepare_data
+    from megaslide.streaming.placement import encoder_placement
 
+    place = encoder_placement(config.offload)
     with writes_to(Path(config.data.cache_dir)), Meter("prepare") as meter:
-        report = prepare_data(config.data, patch_size=patch_size, progress=meter)
+        report = prepare_data(config.data, patch_size=patch_size, place=place, progress=meter)
     _print_preparation(report)
 
 

@@ -24,7 +24,7 @@ from megaslide.data.clips import EVENTS, encode_clip
 from megaslide.data.codecs import Codec, build_codec
 from megaslide.data.settings import cache_selection, cache_settings
 from megaslide.data.sources import Skipped, Source, SourceList, find_sources
-from megaslide.data.text import TextEncoder, build_text_encoder
+from megaslide.data.text import Place, TextEncoder, build_text_encoder, whole
 from megaslide.data.video import UnreadableVideoError
 from megaslide.errors import InputError
 
@@ -54,7 +54,11 @@ class PrepareReport:
 
 
 def prepare(
-    config: DataConfig, *, patch_size: Triple = (1, 2, 2), progress: Progress | None = None
+    config: DataConfig,
+    *,
+    patch_size: Triple = (1, 2, 2),
+    place: Place = whole,
+    progress: Progress | None = None,
 ) -> PrepareReport:
     """Bring the cache at `config.cache_dir` up to date with the clips at `config.path`.
 
@@ -62,6 +66,7 @@ def prepare(
         config: the `data` section.
         patch_size: latent voxels per token (t, h, w) of the model to be trained; buckets are
             cropped down to whole patches.
+        place: decides where the weights of a pretrained text encoder compute.
         progress: called after each clip.
 
     Raises:
@@ -70,7 +75,7 @@ def prepare(
         ImportError: PyAV or Pillow is missing.
     """
     path, cache_dir = _required(config.path, "path"), _required(config.cache_dir, "cache_dir")
-    codec, encoder = build_codec(config.codec), build_text_encoder(config.text)
+    codec, encoder = build_codec(config.codec), build_text_encoder(config.text, place)
     buckets, bucket_notes = fit_buckets(config.buckets, codec, patch_size)
     found = find_sources(path, missing_caption=config.missing_caption, exclude=cache_dir)
     contents = _hash_all(found)

@@ -12,7 +12,7 @@ Shapes: B captions, L tokens (max_length), D channels, P channels of a pooled em
 import hashlib
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -34,6 +34,16 @@ _WORD_WEIGHT, _GRAM_WEIGHT = 3, 2
 """Lengths of the whole word's vector and of the sum over its n-grams."""
 _UNIT, _POSITION_SHARE = 4096, 0.5
 """Fixed-point scale, and length of the position vector relative to the word's."""
+
+
+Place = Callable[[Any], Any]
+"""From a loaded module to what is called in its place: with a `device` for its inputs, and perhaps
+a `close`."""
+
+
+def whole(module: Any) -> Any:
+    """As it was loaded, on the CPU."""
+    return module
 
 
 class TextEncoder(Protocol):
@@ -117,8 +127,12 @@ class HashedNgramEncoder:
         """Nothing to give back."""
 
 
-def build_text_encoder(config: TextConfig) -> TextEncoder:
+def build_text_encoder(config: TextConfig, place: Place = whole) -> TextEncoder:
     """The text encoder a config names.
+
+    Args:
+        config: the section `data.text`.
+        place: decides where the weights of a pretrained one compute.
 
     Raises:
         InputError: a pretrained one that is not there or not known.
@@ -126,7 +140,7 @@ def build_text_encoder(config: TextConfig) -> TextEncoder:
     if config.name == "encoder":
         from megaslide.data.text_encoders import find_text_encoder
 
-        return find_text_encoder(config)
+        return find_text_encoder(config, place)
     return HashedNgramEncoder(config.dim, config.max_length or DEFAULT_LENGTH)
 
 

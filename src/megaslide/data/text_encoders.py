@@ -28,6 +28,7 @@ from megaslide.data.components import (
     pipeline_folder,
     transformer_config,
 )
+from megaslide.data.text import Place, whole
 from megaslide.errors import InputError
 
 VERSION = 1
@@ -95,13 +96,18 @@ POOLED_LENGTH = 77
 class PooledEncoder:
     """Captions as one embedding each, by CLIP with its tokenizer; loaded at the first use.
 
+    Args:
+        encoder: folder of the weights.
+        tokenizer: folder of the tokenizer.
+        place: decides where the weights compute.
+
     Raises:
         InputError: an encoder of another kind.
     """
 
-    def __init__(self, encoder: Component, tokenizer: Component) -> None:
+    def __init__(self, encoder: Component, tokenizer: Component, place: Place = whole) -> None:
         _require_known(encoder, POOLERS)
-        self._encoder, self._tokenizer = encoder, tokenizer
+        self._encoder, self._tokenizer, self._place = encoder, tokenizer, place
         self.dim = int(encoder.config[POOLERS[encoder.class_name]])
         self._model: Any = None
 
@@ -114,7 +120,7 @@ class PooledEncoder:
             return_tensors="pt",
         )  # fmt: skip
         if self._model is None:
-            self._model = _load_encoder(self._encoder)
+            self._model = self._place(_load_encoder(self._encoder))
         pooled: Tensor = self._model(tokens.input_ids.to(self._model.device)).pooler_output
         return pooled.float().cpu()
 
@@ -123,6 +129,7 @@ class PooledEncoder:
         return {"class": self._encoder.class_name, "dim": self.dim, **files}
 
     def close(self) -> None:
+        _close(self._model)
         self._model = None
 
 
@@ -135,6 +142,7 @@ class PretrainedTextEncoder:
         convention: of the family.
         max_length: tokens L; None takes the family's.
         pooler: what gives the embedding of a whole caption, for families that take one.
+        place: decides where the weights compute.
 
     Raises:
         InputError: an encoder of another kind, or more tokens than the family takes.
@@ -147,12 +155,13 @@ class PretrainedTextEncoder:
         convention: Convention,
         max_length: int | None = None,
         pooler: PooledEncoder | None = None,
+        place: Place = whole,
     ) -> None:
         _require_known(encoder, ENCODERS)
         _require_length(max_length, convention)
         self._encoder, self._tokenizer, self._convention = encoder, tokenizer, convention
         self._template, self._crop = convention.frame()
-        self._pooler = pooler
+        self._pooler, self._place = pooler, place
         self.dim = int(encoder.config[ENCODERS[encoder.class_name]])
         self.pooled_dim = None if pooler is None else pooler.dim
         self.max_length = max_length or convention.max_length
@@ -202,6 +211,7 @@ class PretrainedTextEncoder:
         }
 
     def close(self) -> None:
+        _close(self._model)
         self._model = None
         if self._pooler is not None:
             self._pooler.close()
@@ -217,11 +227,11 @@ class PretrainedTextEncoder:
 
     def _load_model(self) -> Any:
         if self._model is None:
-            self._model = _load_encoder(self._encoder)
+            self._model = self._place(_load_encoder(self._encoder))
         return self._model
 
 
-def find_text_encoder(config: TextConfig) -> PretrainedTextEncoder:
+def find_text_encoder(config: TextConfig, place: Place = whole) -> PretrainedTextEncoder:
     """The encoder that `data.text` names; its weights are read at its first use.
 
     Raises:
@@ -233,8 +243,9 @@ def find_text_encoder(config: TextConfig) -> PretrainedTextEncoder:
     encoder, tokenizer = find_components(str(root), SUBFOLDERS, key=KEY)
     convention, pooler = _convention(root), None
     if convention.pooled:
-        pooler = PooledEncoder(*find_components(str(root), POOLED_SUBFOLDERS, key=KEY))
-    return PretrainedTextEncoder(encoder, tokenizer, convention, config.max_length, pooler)
+        second, its_tokenizer = find_components(str(root), POOLED_SUBFOLDERS, key=KEY)
+        pooler = PooledEncoder(second, its_tokenizer, place)
+    return PretrainedTextEncoder(encoder, tokenizer, convention, config.max_length, pooler, place)
 
 
 def clean(caption: str) -> str:
@@ -290,9 +301,17 @@ def _output(model: Any, ids: Tensor, given: Mapping[str, Tensor], skipped: int |
     if skipped is None:
         output: Tensor = model(ids.to(model.device), **given).last_hidden_state
     else:
-        states = model(ids.to(model.device), output_hidden_states=True, **given).hidden_states
+        states = model(
+            ids.to(model.device), output_hidden_states=True, use_cache=False, **given
+        ).hidden_states
         output = states[-(skipped + 1)]
     return output.float().cpu()
+
+
+def _close(model: Any) -> None:
+    """Give back what a placed encoder holds besides memory."""
+    if close := getattr(model, "close", None):
+        close()
 
 
 def _load_tokenizer(folder: Path) -> Any:

@@ -35,6 +35,7 @@ from megaslide.sampling import (
     save_samples,
 )
 from megaslide.streaming import NonFiniteGradientError, StreamedModel, stream
+from megaslide.streaming.placement import chosen_device, encoder_placement
 from megaslide.tracing import Trace, summarize
 from megaslide.training.schedules import learning_rate
 
@@ -55,7 +56,7 @@ class Trainer:
         self.config = config
         self.run = Path(config.output_dir)
         self.codec = build_codec(config.data.codec)
-        self.text_encoder = build_text_encoder(config.data.text)
+        self.text_encoder = build_text_encoder(config.data.text, encoder_placement(config.offload))
         self.network = network_of(
             config, channels=self.codec.channels, text_dim=self.text_encoder.dim,
             pooled_dim=self.text_encoder.pooled_dim,
@@ -75,7 +76,7 @@ class Trainer:
         self.pipeline = family_pipeline(
             self.network, self.recipe, self.codec, self.model, self.dtype
         )
-        self.device = torch.device(_device(config))
+        self.device = torch.device(chosen_device(config.offload))
         self.generator = torch.Generator().manual_seed(train.seed)
         self.step = 0
         self._last_step = (0.0, 0.0)
@@ -269,7 +270,7 @@ class Trainer:
         torch.manual_seed(config.train.seed)
         model = stream(
             self.network.build(self.dtype),
-            device=_device(config),
+            device=chosen_device(config.offload),
             lr=optim.learning_rate,
             betas=(optim.adam_beta1, optim.adam_beta2),
             eps=optim.adam_epsilon,
@@ -332,12 +333,6 @@ def recipe_of(config: Config, network: Network) -> Recipe:
         )
     levels = expert_range(source.pipeline, source.folder.name)
     return Recipe(train=config.train, scheduler=source.scheduler, sigma_range=levels)
-
-
-def _device(config: Config) -> str:
-    if config.offload.device != "auto":
-        return config.offload.device
-    return "cpu"  # the only transfer backend so far
 
 
 def _bytes(gigabytes: float | None) -> int | None:
