@@ -53,7 +53,7 @@ class Library:
             module.__dict__.update(contents)
             monkeypatch.setitem(sys.modules, name, module)
 
-    def _prepare(self, data: Any, *, patch_size: Any, progress: Any) -> Any:
+    def _prepare(self, data: Any, *, patch_size: Any, place: Any, progress: Any) -> Any:
         self.calls.append(f"prepare {data.path} patch {patch_size}")
         Path(data.cache_dir).mkdir(parents=True, exist_ok=True)
         (Path(data.cache_dir) / "index.json").write_text('{"complete": true}')

@@ -57,12 +57,12 @@ BLOCKS = {
 }  # fmt: skip
 
 
-def write_vae(root: Path, class_name: str, seed: int = 0) -> nn.Module:
-    """Save a tiny autoencoder as `root/vae`; returns it."""
+def write_vae(root: Path, class_name: str, seed: int = 0, **changes: Any) -> nn.Module:
+    """Save a tiny autoencoder as `root/vae`; returns it. `changes` are to its config."""
     import diffusers
 
     torch.manual_seed(seed)
-    vae: nn.Module = getattr(diffusers, class_name)(**VAES[class_name])
+    vae: nn.Module = getattr(diffusers, class_name)(**{**VAES[class_name], **changes})
     if class_name == "AutoencoderKLLTXVideo":
         vae.latents_mean = torch.tensor(MEAN)
         vae.latents_std = torch.tensor(STD)

@@ -8,14 +8,9 @@ Shapes: B prompts of a batch, latents [B, C, t, h, w], pixels [B, 3, T, H, W], f
 text [B, L, D].
 """
 
-import json
-import logging
 import math
-import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +20,18 @@ from torch import Tensor
 
 from megaslide.config import Config, SampleConfig, Triple, load_config, parse_triple
 from megaslide.data.codecs import Codec, build_codec
-from megaslide.data.sheets import contact_sheet
+from megaslide.data.images import encode_image
+from megaslide.data.samples import Frames, save_samples
 from megaslide.data.text import TextEncoder, build_text_encoder
-from megaslide.data.video import write_video
 from megaslide.diffusion.objectives import Denoiser
 from megaslide.diffusion.recipes import FULL_RANGE, Recipe
-from megaslide.diffusion.samplers import Progress, draw_noise, sample_latents
+from megaslide.diffusion.samplers import Progress, draw_noise, sample_latents, sigma_schedule
 from megaslide.errors import InputError
 from megaslide.models.network import Network, saved_network
 from megaslide.models.pretrained.pipelines import KINDS, FamilyPipeline
 from megaslide.runs import CONFIG, find_checkpoint, read_state, weights_folder
 from megaslide.streaming import StreamedModel, stream
 from megaslide.streaming.placement import encoder_placement
-
-logger = logging.getLogger(__name__)
-
-Frames = np.ndarray
-"""uint8 RGB [T, H, W, 3]."""
-
-_SLUG_LENGTH = 48
 
 
 def generate(
@@ -54,7 +42,7 @@ def generate(
     *,
     bucket: Triple,
     settings: SampleConfig,
-    shift: float,
+    sigmas: Tensor,
     device: torch.device | str,
     negative_prompt: str = "",
     batch_size: int = 4,
@@ -69,12 +57,13 @@ def generate(
             `pooled_projections` [B, P] where the text encoder makes it.
         prompts: captions; the position of each is part of its seed.
         bucket: frames, height and width of the clips, in pixels.
-        shift: timestep shift the model was trained with.
+        sigmas: noise levels of our own sampler.
         device: where the model takes its inputs.
         negative_prompt: what guidance leads away from; the empty caption of training by default.
         batch_size: prompts sampled together. Streamed weights cross the link once per step and
             batch, so larger is faster where activations fit.
-        pipeline: samples instead of `model` and `shift`, where a pretrained family has one.
+        pipeline: samples instead of `model` and `sigmas`, where a pretrained family has one; not
+            where `settings.images` give the first frames.
         progress: called with (model steps done, in all) over all batches.
 
     Returns:
@@ -82,21 +71,21 @@ def generate(
 
     Raises:
         ValueError: no prompts, or `batch_size` below 1.
+        InputError: images that cannot be read, or not one for each prompt.
         RuntimeError: a clip came out with values that are not finite.
     """
-    if not prompts or batch_size < 1:
-        raise ValueError(
-            f"{len(prompts)} prompts and batch_size={batch_size}; both must be 1 or more"
-        )
+    _require_prompts(prompts, batch_size)
     starts = range(0, len(prompts), batch_size)
     text = _text_conditioning(text_encoder, prompts, negative_prompt, device)
     text_encoder.close()
+    given = _first_frames(settings.images, len(prompts), codec, bucket)
     clips: list[Frames] = []
     for number, start in enumerate(starts):
         batch = prompts[start : start + batch_size]
         latents = _latents(
             model, pipeline, (len(batch), codec.channels, *codec.latent_shape(bucket)),
-            settings=settings, shift=shift, **_rows(text, start, len(batch)),
+            settings=settings, sigmas=sigmas, **_rows(text, start, len(batch)),
+            first_frame=None if given is None else given[start : start + len(batch)],
             generators=[prompt_generator(settings.seed, start + i) for i in range(len(batch))],
             progress=_overall(progress, number, len(starts)),
         )  # fmt: skip
@@ -107,27 +96,35 @@ def generate(
     return clips
 
 
+def _require_prompts(prompts: Sequence[str], batch_size: int) -> None:
+    if not prompts or batch_size < 1:
+        raise ValueError(
+            f"{len(prompts)} prompts and batch_size={batch_size}; both must be 1 or more"
+        )
+
+
 def _latents(
     model: Denoiser,
     pipeline: FamilyPipeline | None,
     shape: tuple[int, ...],
     *,
     settings: SampleConfig,
-    shift: float,
+    sigmas: Tensor,
     generators: Sequence[torch.Generator],
     conditioning: Mapping[str, Tensor],
     negative: Mapping[str, Tensor],
+    first_frame: Tensor | None,
     progress: Progress | None,
 ) -> Tensor:
     steps, scale = settings.num_inference_steps, settings.guidance_scale
-    if pipeline is not None:
+    if pipeline is not None and first_frame is None:
         noise = draw_noise(shape, generators, conditioning["encoder_hidden_states"].device)
         return pipeline.latents(
             noise, conditioning, negative, steps=steps, guidance_scale=scale, progress=progress
         )
     return sample_latents(
-        model, shape, steps=steps, guidance_scale=scale, shift=shift, generator=generators,
-        conditioning=conditioning, negative=negative, progress=progress,
+        model, shape, sigmas=sigmas, guidance_scale=scale, generator=generators,
+        conditioning=conditioning, negative=negative, first_frame=first_frame, progress=progress,
     )  # fmt: skip
 
 
@@ -146,51 +143,17 @@ def to_frames(pixels: Tensor) -> Frames:
     return levels.to(torch.uint8).permute(1, 2, 3, 0).contiguous().cpu().numpy()
 
 
-def save_samples(
-    frames: Sequence[Frames],
-    prompts: Sequence[str],
-    folder: Path,
-    fps: float,
-    settings: SampleConfig | None = None,
-) -> list[Path]:
-    """Write `00_prompt-slug.mp4` per clip, `contact_sheet.png` and `prompts.json` into `folder`.
-
-    Each file appears under its name only when complete, so a viewer or a dashboard that polls the
-    folder never opens half of one.
-
-    Args:
-        frames: uint8 RGB [T, H, W, 3] per prompt.
-        prompts: one per clip; written in full to `prompts.json`.
-        folder: created if missing; files of the same name are replaced.
-        fps: frames per second.
-        settings: recorded in `prompts.json`, to make the samples again.
-
-    Returns:
-        Paths of the mp4 files, one per prompt, in order.
-
-    Raises:
-        ValueError: no clips, or their number is not that of the prompts.
-    """
-    if not frames or len(frames) != len(prompts):
-        raise ValueError(f"{len(frames)} clips for {len(prompts)} prompts; need 1 or more, equal")
-    folder.mkdir(parents=True, exist_ok=True)
-    names = [f"{index:02d}_{slug(prompt)}.mp4" for index, prompt in enumerate(prompts)]
-    paths = [
-        _complete(folder / name, partial(write_video, frames=clip, fps=fps))
-        for name, clip in zip(names, frames, strict=True)
-    ]
-    _complete(folder / "contact_sheet.png", partial(contact_sheet, frames, labels=prompts))
-    record = _record(frames, prompts, names, fps, settings)
-    text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-    _complete(folder / "prompts.json", lambda path: path.write_text(text, encoding="utf-8"))
-    logger.info("wrote %d samples to %s", len(paths), folder)
-    return paths
-
-
-def slug(prompt: str) -> str:
-    """Letters, digits and hyphens of a prompt, lower case, for a file name of bounded length."""
-    words = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")
-    return words[:_SLUG_LENGTH].strip("-") or "empty"
+def _first_frames(images: Sequence[str], count: int, codec: Codec, size: Triple) -> Tensor | None:
+    """Latents [count, C, 1, h, w] of the images, if there are any."""
+    if not images:
+        return None
+    if len(images) not in (1, count):
+        raise InputError(
+            f"sample.images: {len(images)} images for {count} prompts", "give one, or one for each"
+        )
+    frames = torch.cat([encode_image(Path(image), codec, size) for image in images])
+    codec.close()  # its memory is the model's until the clips are decoded
+    return frames.expand(count, *frames.shape[1:])
 
 
 def _text_conditioning(
@@ -237,32 +200,6 @@ def _frames_of(codec: Codec, latents: Tensor, num_frames: int, prompt: str) -> F
     return to_frames(pixels)
 
 
-def _complete(path: Path, write: Callable[[Path], Any]) -> Path:
-    """Write under a hidden name of the same suffix (which selects the format), then rename."""
-    unfinished = path.with_name(f".partial-{path.name}")
-    try:
-        write(unfinished)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return path
-
-
-def _record(
-    frames: Sequence[Frames],
-    prompts: Sequence[str],
-    names: Sequence[str],
-    fps: float,
-    settings: SampleConfig | None,
-) -> dict[str, Any]:
-    samples = [
-        {"file": name, "prompt": prompt, "size": list(clip.shape[:3])}
-        for name, prompt, clip in zip(names, prompts, frames, strict=True)
-    ]
-    recorded = None if settings is None else settings.model_dump(mode="json", exclude={"prompts"})
-    return {"fps": fps, "settings": recorded, "samples": samples}
-
-
 def sample_run(
     source: Path,
     *,
@@ -299,13 +236,13 @@ def sample_run(
         sigma_range=tuple(read_state(checkpoint).get("sigma_range", FULL_RANGE)),
     )
     bucket = sample_size(sample, config, codec, network.patch_size)
-    shift = sampling_shift(recipe, codec, network, bucket)
+    sigmas = sampling_sigmas(recipe, codec, network, bucket, sample)
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
     with closing(forward_only(network, dtype, config.offload.slots)) as model:
         frames = generate(
             network.denoiser(model, dtype), codec,
             build_text_encoder(config.data.text, encoder_placement(config.offload)), prompts,
-            bucket=bucket, settings=sample, shift=shift, device="cpu", progress=progress,
+            bucket=bucket, settings=sample, sigmas=sigmas, device="cpu", progress=progress,
             pipeline=family_pipeline(network, recipe, codec, model, dtype),
         )  # fmt: skip
     folder = out or checkpoint.parent / "samples" / checkpoint.name
@@ -320,12 +257,20 @@ def sample_size(sample: SampleConfig, config: Config, codec: Codec, patch_size: 
     return codec.fit_size(parse_triple(sample.bucket or config.data.buckets[0]), patch_size)
 
 
-def sampling_shift(recipe: Recipe, codec: Codec, network: Network, bucket: Triple) -> float:
-    """Timestep shift for clips of `bucket` pixels.
+def sampling_sigmas(
+    recipe: Recipe, codec: Codec, network: Network, bucket: Triple, settings: SampleConfig
+) -> Tensor:
+    """Noise levels [S + 1] of our own sampler for clips of `bucket` pixels.
 
     Raises:
-        InputError: a model that this sampler cannot sample by itself.
+        InputError: a model that this sampler cannot sample by itself, or images for one that
+            takes none.
     """
+    steps = settings.num_inference_steps
+    if settings.images and not network.takes_first_frame:
+        raise InputError(
+            f"sample.images: {network.name} has one timestep for all frames", "leave images out"
+        )
     if recipe.sigma_range != FULL_RANGE:
         low, high = recipe.sigma_range
         raise InputError(
@@ -334,14 +279,14 @@ def sampling_shift(recipe: Recipe, codec: Codec, network: Network, bucket: Tripl
         )
     if recipe.is_v_prediction:
         if has_pipeline(network, codec):
-            return 1.0
+            return sigma_schedule(steps, 1.0)
         raise InputError(
             f"{network.name}: v-prediction is sampled by the family's own pipeline, from latents "
             "of its own autoencoder",
             "set data.codec.name=vae, or load the transformer into a pipeline of your own",
         )
     voxels = math.prod(codec.latent_shape(bucket))
-    return recipe.shift(voxels // math.prod(network.patch_size))
+    return recipe.sampling_sigmas(steps, voxels // math.prod(network.patch_size))
 
 
 def has_pipeline(network: Network, codec: Codec) -> bool:

@@ -162,7 +162,7 @@ def test_prepare_train_and_sample_as_the_stock_pipeline(
 ) -> None:
     written: list[Any] = []
     monkeypatch.setattr(
-        "megaslide.sampling.write_video", lambda path, frames, fps: (
+        "megaslide.data.samples.write_video", lambda path, frames, fps: (
             written.append(frames), path.write_bytes(b"video"))
     )  # fmt: skip
     write_pipeline(tmp_path / "pipeline", name)
@@ -179,6 +179,62 @@ def test_prepare_train_and_sample_as_the_stock_pipeline(
     assert expected.std() > 1, "a grey clip would prove nothing"
     difference = np.abs(written[0].astype(int) - expected.astype(int))
     assert difference.max() <= 1
+
+
+def test_an_image_becomes_a_clip_as_the_stock_pipeline_makes_it(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import diffusers
+    import transformers
+    from PIL import Image
+
+    written: list[Any] = []
+    monkeypatch.setattr(
+        "megaslide.data.samples.write_video", lambda path, frames, fps: (
+            written.append(frames), path.write_bytes(b"video"))
+    )  # fmt: skip
+    folder = write_pipeline(tmp_path / "pipeline", "ltx")
+    # As the published one has it, 8x32x32 pixels to a voxel: positions are in pixels.
+    steps = (True, True, True, False)
+    scaling = {"spatio_temporal_scaling": steps, "decoder_spatio_temporal_scaling": steps}
+    tiny_pipelines.write_vae(folder, "AutoencoderKLLTXVideo", patch_size=4, **scaling)
+    config = configure(tmp_path, clips, train__first_frame="given")
+    prepare(config.data, patch_size=(1, 1, 1))
+    result = train(config)
+    pixels = (127.5 * (tiny_pipelines.frames(1, 32, 64)[0, :, 0] + 1)).round().byte()
+    Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(tmp_path / "first.png")
+    given = {"images": (str(tmp_path / "first.png"),)}
+    sample_run(result.checkpoint, prompts=(PROMPT,), out=tmp_path / "samples", settings=given)
+
+    vae = diffusers.AutoencoderKLLTXVideo.from_pretrained(folder, subfolder="vae")
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (MEAN, STD))
+    with torch.no_grad():
+        z = vae.encode(pixels[None, :, None].float() / 127.5 - 1).latent_dist.mode()
+    noise = torch.randn(1, tiny.C, 2, 1, 2, generator=prompt_generator(0, 0))
+    noise[:, :, :1] = (z - mean) / std * vae.config.scaling_factor
+    stock = diffusers.LTXImageToVideoPipeline(
+        transformer=diffusers.LTXVideoTransformer3DModel.from_pretrained(
+            result.checkpoint, subfolder="transformer"),
+        vae=vae, text_encoder=transformers.T5EncoderModel.from_pretrained(folder / "text_encoder"),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(
+            folder, subfolder="scheduler"),
+    )  # fmt: skip
+    stock.set_progress_bar_config(disable=True)
+    video = stock(
+        prompt=PROMPT, negative_prompt="", height=32, width=64, num_frames=9,
+        latents=noise.flatten(2).transpose(1, 2), num_inference_steps=3, guidance_scale=2.5,
+        output_type="np", return_dict=False,
+    )[0]  # fmt: skip
+    expected = np.round(video[0] * 255).astype(np.uint8)
+    assert expected.std() > 1
+    assert np.abs(written[0].astype(int) - expected.astype(int)).max() <= 1
+    other = {"images": given["images"] * 3}
+    with pytest.raises(InputError, match="3 images for 1 prompts"):
+        sample_run(result.checkpoint, prompts=(PROMPT,), out=tmp_path / "b", settings=other)
+    other = {"images": (str(tmp_path / "pipeline/model_index.png"),)}
+    with pytest.raises(InputError, match=r"model_index\.png: not an image"):
+        sample_run(result.checkpoint, prompts=(PROMPT,), out=tmp_path / "b", settings=other)
 
 
 def test_the_cache_holds_what_the_pipeline_would_feed_its_transformer(

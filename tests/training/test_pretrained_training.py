@@ -214,6 +214,13 @@ def test_a_trained_run_samples(clips: Path, tmp_path: Path) -> None:
     assert [path.name for path in paths] == ["00_digit-3.mp4"]
 
 
+def test_a_model_with_one_time_for_all_frames_takes_no_image(clips: Path, tmp_path: Path) -> None:
+    pipeline(tmp_path / "pipeline", "mochi")
+    result = train(configure(tmp_path, clips, "mochi", train__max_train_steps=1))
+    with pytest.raises(InputError, match=r"images: Mochi.* has one timestep"):
+        sample_run(result.checkpoint, prompts=("x",), settings={"images": ("a.png",)})
+
+
 def test_an_expert_trains_on_its_noise_levels_and_does_not_sample(
     clips: Path, tmp_path: Path
 ) -> None:

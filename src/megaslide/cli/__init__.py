@@ -31,6 +31,7 @@ from megaslide.cli.evaluation import evaluate
 from megaslide.cli.export import export
 from megaslide.cli.plan import plan
 from megaslide.cli.refusals import Verbs, fail, writes_to
+from megaslide.cli.sample import sample
 from megaslide.errors import InputError
 
 if TYPE_CHECKING:
@@ -77,17 +78,6 @@ def _show_version(wanted: bool) -> None:
 
         typer.echo(f"megaslide {package_version('megaslide') or '(not installed)'}")
         raise typer.Exit
-
-
-def _checked_bucket(bucket: str | None) -> str | None:
-    if bucket is not None:
-        from megaslide.config import parse_triple
-
-        try:
-            parse_triple(bucket)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-    return bucket
 
 
 @app.callback()
@@ -159,43 +149,7 @@ def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
     _report_training(result, [str(config_path), *(overrides or ())])
 
 
-@app.command()
-def sample(
-    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder or a checkpoint.")],
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="Caption; repeat for several. Default: the run's.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Default: samples/checkpoint-N in the run.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.")] = None,
-    guidance: Annotated[float | None, typer.Option(min=0, help="1 turns guidance off.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the initial noise.")] = None,
-    bucket: Annotated[
-        str | None, typer.Option(callback=_checked_bucket, help="FRAMESxHEIGHTxWIDTH in pixels.")
-    ] = None,
-    ema: Annotated[
-        bool | None, typer.Option("--ema/--no-ema", help="Averaged weights. Default: if saved.")
-    ] = None,
-) -> None:
-    """Generate clips from a trained checkpoint."""
-    with status("loading the checkpoint"):
-        from megaslide.sampling import sample_run
-    settings = {
-        "num_inference_steps": steps,
-        "guidance_scale": guidance,
-        "seed": seed,
-        "bucket": bucket,
-    }
-    given = {key: value for key, value in settings.items() if value is not None}
-    with writes_to(out or source), Meter("sample") as meter:
-        paths = sample_run(
-            source, prompts=tuple(prompt or ()), out=out, settings=given, ema=ema, progress=meter
-        )
-    for path in paths:
-        typer.echo(path)
-
-
+app.command()(sample)
 app.command("eval")(evaluate)
 
 

@@ -24,7 +24,10 @@ def export(
         typer.Option(help="original: one file with the names of Wan's and LTX's own code."),
     ] = "diffusers",
 ) -> None:
-    """Write a checkpoint's transformer as diffusers loads it, or in its original layout."""
+    """Write a checkpoint's transformer as diffusers loads it.
+
+    Or, with --layout original, as the model's own repository names its tensors.
+    """
     with status("exporting"), writes_to(out):
         from megaslide.exporting import export as export_checkpoint
 

@@ -188,6 +188,9 @@ class SampleConfig(Section):
 
     prompts: tuple[str, ...] = ()
     """Captions sampled; during training every `every_steps`."""
+    images: tuple[str, ...] = ()
+    """First frames of the clips, one for all prompts or one for each, for models that are trained
+    with `first_frame: given`."""
     every_steps: int | None = Field(None, gt=0)
     """Sample during training this often; null only samples on request."""
     bucket: str | None = None

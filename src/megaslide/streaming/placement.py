@@ -31,10 +31,10 @@ def device_budget(offload: OffloadConfig) -> int | None:
 
 def encoder_placement(offload: OffloadConfig) -> Callable[[nn.Module], Any]:
     """How text encoders are placed in a run of these settings: what is called in their place."""
-    device, budget = chosen_device(offload), device_budget(offload)
+    device = chosen_device(offload)
 
     def place(model: nn.Module) -> Any:
-        nbytes = sum(p.nbytes for p in model.parameters())
+        nbytes, budget = sum(p.nbytes for p in model.parameters()), device_budget(offload)
         if budget is None or nbytes <= budget:
             return model.to(device)
         blocks = largest_list(model)

@@ -31,7 +31,7 @@ from megaslide.sampling import (
     family_pipeline,
     generate,
     sample_size,
-    sampling_shift,
+    sampling_sigmas,
     save_samples,
 )
 from megaslide.streaming import NonFiniteGradientError, StreamedModel, stream
@@ -190,11 +190,11 @@ class Trainer:
         settings = self.config.sample
         prompts = prompts or settings.prompts
         bucket = sample_size(settings, self.config, self.codec, self.network.patch_size)
-        shift = sampling_shift(self.recipe, self.codec, self.network, bucket)
+        sigmas = sampling_sigmas(self.recipe, self.codec, self.network, bucket, settings)
         with self.sampled_weights():
             frames = generate(
                 self.denoiser, self.codec, self.text_encoder, prompts,
-                bucket=bucket, settings=settings, shift=shift, device=self.device,
+                bucket=bucket, settings=settings, sigmas=sigmas, device=self.device,
                 pipeline=self.pipeline,
             )  # fmt: skip
         return save_samples(frames, prompts, folder, settings.fps, settings)
