@@ -244,18 +244,22 @@ def test_sample_passes_on_only_what_was_given(library: Library) -> None:
         "out": None,
         "settings": {"num_inference_steps": 5},
         "ema": False,
+        "second": None,
     }
     assert result.stdout.splitlines() == ["samples/a.mp4", "samples/sheet.png"]
 
 
 def test_sample_options_reach_the_settings(library: Library) -> None:
     options = ["--guidance", "2.5", "--seed", "7", "--bucket", "8x32x32", "--out", "there"]
+    options += ["--image", "a.png", "--second", "other"]
     assert run("sample", "run", *options).exit_code == 0
     assert library.sample_request["settings"] == {
         "guidance_scale": 2.5,
         "seed": 7,
         "bucket": "8x32x32",
+        "images": ("a.png",),
     }
+    assert library.sample_request["second"] == Path("other")
     assert library.sample_request["out"] == Path("there")
     assert library.sample_request["ema"] is None
 

@@ -10,7 +10,7 @@ text [B, L, D].
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megaslide.config import Config, SampleConfig, Triple, load_config, parse_triple
+from megaslide.config import (
+    AttentionConfig,
+    Config,
+    SampleConfig,
+    Triple,
+    load_config,
+    parse_triple,
+)
 from megaslide.data.codecs import Codec, build_codec
 from megaslide.data.images import encode_image
 from megaslide.data.samples import Frames, save_samples
@@ -27,7 +34,7 @@ from megaslide.diffusion.objectives import Denoiser
 from megaslide.diffusion.recipes import FULL_RANGE, Recipe
 from megaslide.diffusion.samplers import Progress, draw_noise, sample_latents, sigma_schedule
 from megaslide.errors import InputError
-from megaslide.models.network import Network, saved_network
+from megaslide.models.network import Network, pretrained_network, saved_network
 from megaslide.models.pretrained.pipelines import KINDS, FamilyPipeline
 from megaslide.runs import CONFIG, find_checkpoint, read_state, weights_folder
 from megaslide.streaming import StreamedModel, stream
@@ -207,6 +214,7 @@ def sample_run(
     out: Path | None = None,
     settings: Mapping[str, Any] | None = None,
     ema: bool | None = None,
+    second: Path | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
     """Sample from a run or checkpoint, streaming its weights forward only (no optimizer state).
@@ -217,9 +225,12 @@ def sample_run(
         out: where clips go; `samples/` beside the checkpoints by default.
         settings: fields of `SampleConfig` that replace the run's.
         ema: averaged weights or not; None takes them if the checkpoint has them.
+        second: a run of the other expert, where the model is one of two; None takes the published
+            one, from the pipeline that the run began with.
 
     Raises:
-        InputError: no complete checkpoint, no prompts, or no averaged weights where asked for.
+        InputError: no complete checkpoint, no prompts, no averaged weights where asked for, or no
+            second expert where one is needed.
     """
     checkpoint = find_checkpoint(source)
     config = load_config(checkpoint / CONFIG)
@@ -236,17 +247,47 @@ def sample_run(
         sigma_range=tuple(read_state(checkpoint).get("sigma_range", FULL_RANGE)),
     )
     bucket = sample_size(sample, config, codec, network.patch_size)
-    sigmas = sampling_sigmas(recipe, codec, network, bucket, sample)
+    other = _other_expert(config, network, recipe, codec, second)
+    sigmas = sampling_sigmas(recipe, codec, network, bucket, sample, alone=other is None)
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
-    with closing(forward_only(network, dtype, config.offload.slots)) as model:
+    with ExitStack() as stack:
+        model, *partner = (
+            stack.enter_context(closing(forward_only(each, dtype, config.offload.slots)))
+            for each in (network, other)
+            if each is not None
+        )
         frames = generate(
             network.denoiser(model, dtype), codec,
             build_text_encoder(config.data.text, encoder_placement(config.offload)), prompts,
             bucket=bucket, settings=sample, sigmas=sigmas, device="cpu", progress=progress,
-            pipeline=family_pipeline(network, recipe, codec, model, dtype),
+            pipeline=family_pipeline(network, recipe, codec, model, dtype, *partner),
         )  # fmt: skip
     folder = out or checkpoint.parent / "samples" / checkpoint.name
     return save_samples(frames, prompts, folder, sample.fps, sample)
+
+
+def _other_expert(
+    config: Config, network: Network, recipe: Recipe, codec: Codec, second: Path | None
+) -> Network | None:
+    """The expert for the noise levels that `network` is not for, if its pipeline can sample."""
+    if recipe.sigma_range == FULL_RANGE or not has_pipeline(network, codec):
+        if second is None:
+            return None
+        raise InputError(f"{second}: {network.name} takes no second expert", "leave it out")
+    low, _ = recipe.sigma_range
+    wanted = "transformer_2" if low > 0 else "transformer"
+    if second is None:
+        where = {"subfolder": wanted}
+        values = {"model": config.model.model_copy(update=where), "attention": AttentionConfig()}
+        try:
+            return pretrained_network(config.model_copy(update=values))
+        except InputError as error:
+            raise InputError(f"the other expert: {error.problem}", "name a run of it") from None
+    checkpoint = find_checkpoint(second)
+    its_config = load_config(checkpoint / CONFIG)
+    if its_config.model.subfolder != wanted:
+        raise InputError(f"{checkpoint}: trained {its_config.model.subfolder}", f"need {wanted}")
+    return saved_network(checkpoint / weights_folder(checkpoint, None), its_config)
 
 
 def sample_size(sample: SampleConfig, config: Config, codec: Codec, patch_size: Triple) -> Triple:
@@ -258,9 +299,12 @@ def sample_size(sample: SampleConfig, config: Config, codec: Codec, patch_size: 
 
 
 def sampling_sigmas(
-    recipe: Recipe, codec: Codec, network: Network, bucket: Triple, settings: SampleConfig
-) -> Tensor:
+    recipe: Recipe, codec: Codec, network: Network, bucket: Triple, settings: SampleConfig, *,
+    alone: bool = True,
+) -> Tensor:  # fmt: skip
     """Noise levels [S + 1] of our own sampler for clips of `bucket` pixels.
+
+    `alone` says that no second expert is at hand.
 
     Raises:
         InputError: a model that this sampler cannot sample by itself, or images for one that
@@ -271,11 +315,11 @@ def sampling_sigmas(
         raise InputError(
             f"sample.images: {network.name} has one timestep for all frames", "leave images out"
         )
-    if recipe.sigma_range != FULL_RANGE:
+    if alone and recipe.sigma_range != FULL_RANGE:
         low, high = recipe.sigma_range
         raise InputError(
             f"{network.name}: an expert for noise levels {low:g} to {high:g} cannot sample alone",
-            "load both experts into their diffusers pipeline",
+            "set data.codec.name=vae and call `megaslide sample`, which takes both experts",
         )
     if recipe.is_v_prediction:
         if has_pipeline(network, codec):
@@ -295,13 +339,22 @@ def has_pipeline(network: Network, codec: Codec) -> bool:
 
 
 def family_pipeline(
-    network: Network, recipe: Recipe, codec: Codec, model: StreamedModel, dtype: torch.dtype
-) -> FamilyPipeline | None:
-    """The family's own pipeline around `model`; None where the sampler here is used."""
+    network: Network, recipe: Recipe, codec: Codec, model: StreamedModel, dtype: torch.dtype,
+    partner: StreamedModel | None = None,
+) -> FamilyPipeline | None:  # fmt: skip
+    """The family's own pipeline around `model`; None where the sampler here is used.
+
+    `partner` is the other of two experts.
+    """
     if network.source is None or recipe.scheduler is None or not has_pipeline(network, codec):
         return None
+    low, high = recipe.sigma_range
+    experts = None
+    if partner is not None:
+        model, partner = (model, partner) if low > 0 else (partner, model)
+        experts = partner, low or high
     return FamilyPipeline(
-        network.name, family=network.family, model=model, dtype=dtype,
+        network.name, family=network.family, model=model, dtype=dtype, experts=experts,
         scheduler=recipe.sampling_scheduler, block=codec.block,
     )  # fmt: skip
 

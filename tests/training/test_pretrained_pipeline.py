@@ -106,7 +106,9 @@ def configure(root: Path, clips: Path, **changes: Any) -> Config:
     return load_config(None, [f"{key}={value}" for key, value in values.items()])
 
 
-def stock_sample(root: Path, name: str, checkpoint: Path, size: tuple[int, int, int]) -> Any:
+def stock_sample(
+    root: Path, name: str, checkpoint: Path, size: tuple[int, int, int], **parts: Any
+) -> Any:
     """uint8 [T, H, W, 3] by diffusers alone."""
     import diffusers
     import transformers
@@ -125,6 +127,7 @@ def stock_sample(root: Path, name: str, checkpoint: Path, size: tuple[int, int, 
     pipeline = getattr(diffusers, family["pipeline"])(
         transformer=transformer.from_pretrained(checkpoint, subfolder="transformer"), vae=vae,
         scheduler=scheduler.from_pretrained(folder, subfolder="scheduler"), **text,
+        **parts,
     )  # fmt: skip
     pipeline.set_progress_bar_config(disable=True)
     frames, height, width = size
@@ -179,6 +182,48 @@ def test_prepare_train_and_sample_as_the_stock_pipeline(
     assert expected.std() > 1, "a grey clip would prove nothing"
     difference = np.abs(written[0].astype(int) - expected.astype(int))
     assert difference.max() <= 1
+
+
+def test_two_experts_sample_as_the_stock_pipeline(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each trained for itself, at noise levels of its own; a boundary that both see."""
+    import diffusers
+
+    written: list[Any] = []
+    monkeypatch.setattr(
+        "megaslide.data.samples.write_video", lambda path, frames, fps: (
+            written.append(frames), path.write_bytes(b"video"))
+    )  # fmt: skip
+    folder = write_pipeline(tmp_path / "pipeline", "wan")
+    tiny.build("wan", seed=1).save_pretrained(folder / "transformer_2")
+    (folder / "model_index.json").write_text(json.dumps({"boundary_ratio": 0.875}))
+    runs = {}
+    for name in ("transformer", "transformer_2"):
+        where = {"output_dir": tmp_path / name, "model__subfolder": name}
+        config = configure(tmp_path, clips, optim__learning_rate=1e-2, **where)
+        prepare(config.data)
+        runs[name] = train(config).checkpoint
+
+    load = diffusers.WanTransformer3DModel.from_pretrained
+    for second in (None, runs["transformer_2"]):
+        sample_run(runs["transformer"], prompts=(PROMPT,), out=tmp_path / "a", second=second)
+        low = folder if second is None else second
+        low_noise = load(low, subfolder="transformer_2" if second is None else "transformer")
+        expected = stock_sample(
+            tmp_path, "wan", runs["transformer"], (9, 32, 64), transformer_2=low_noise,
+            boundary_ratio=0.875,
+        )  # fmt: skip
+        assert np.abs(written[-1].astype(int) - expected.astype(int)).max() <= 1
+    sample_run(runs["transformer_2"], prompts=(PROMPT,), out=tmp_path / "b",
+               second=runs["transformer"])  # fmt: skip
+    assert np.array_equal(written[-1], written[-2]), "in either order"
+    assert np.abs(written[0].astype(int) - written[1].astype(int)).max() > 1
+    with pytest.raises(InputError, match="trained transformer"):
+        sample_run(runs["transformer"], prompts=(PROMPT,), second=runs["transformer"])
+    (folder / "transformer_2").rename(folder / "elsewhere")
+    with pytest.raises(InputError, match=r"the other expert: .*transformer_2.*no such file"):
+        sample_run(runs["transformer"], prompts=(PROMPT,))
 
 
 def test_an_image_becomes_a_clip_as_the_stock_pipeline_makes_it(

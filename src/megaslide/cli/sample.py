@@ -28,6 +28,10 @@ def sample(
     image: Annotated[
         list[str] | None, typer.Option(help="First frame: one for all prompts, or one each.")
     ] = None,
+    second: Annotated[
+        Path | None,
+        typer.Option(help="Run of the other of two experts. Default: the published one."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Default: samples/checkpoint-N in the run.")
     ] = None,
@@ -54,7 +58,8 @@ def sample(
     given = {key: value for key, value in settings.items() if value is not None}
     with writes_to(out or source), Meter("sample") as meter:
         paths = sample_run(
-            source, prompts=tuple(prompt or ()), out=out, settings=given, ema=ema, progress=meter
-        )
+            source, prompts=tuple(prompt or ()), out=out, settings=given, ema=ema, second=second,
+            progress=meter,
+        )  # fmt: skip
     for path in paths:
         typer.echo(path)

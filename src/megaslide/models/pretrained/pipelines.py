@@ -78,6 +78,8 @@ class FamilyPipeline:
         dtype: what latents and text are given in.
         scheduler: scheduler_config.json.
         block: pixels per latent voxel (t, h, w), h and w the same.
+        experts: where `model` is for high noise only, the one for low noise, streamed, and the
+            sigma below which it takes over.
     """
 
     def __init__(
@@ -89,16 +91,20 @@ class FamilyPipeline:
         dtype: torch.dtype,
         scheduler: Mapping[str, Any],
         block: Triple,
+        experts: tuple[Any, float] | None = None,
     ) -> None:
         import diffusers
 
         self._kind, self._family, self._dtype, self._block = KINDS[class_name], family, dtype, block
         known = getattr(diffusers, str(scheduler["_class_name"]))
         cls = getattr(diffusers, self._kind.class_name)
-        parts = {
+        parts: dict[str, Any] = {
             "transformer": _Streamed(model, dtype),
             "scheduler": known.from_config(dict(scheduler)),
         }
+        if experts is not None:
+            second, boundary = experts
+            parts |= {"transformer_2": _Streamed(second, dtype), "boundary_ratio": boundary}
         self._pipeline: Any = cls(**dict.fromkeys(_required_parts(cls)) | parts)
         for attribute, scale in zip(self._kind.scales, block[:2], strict=True):
             setattr(self._pipeline, attribute, scale)
