@@ -29,6 +29,7 @@ from megaslide.cli.display import (
 )
 from megaslide.cli.evaluation import evaluate
 from megaslide.cli.export import export
+from megaslide.cli.model import describe_folder
 from megaslide.cli.plan import plan
 from megaslide.cli.refusals import Verbs, fail, writes_to
 from megaslide.cli.sample import sample
@@ -157,7 +158,7 @@ app.command("eval")(evaluate)
 def info(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE", help="Where --json writes. Default: standard output."),
+        typer.Argument(metavar="PATH", help="A model's folder; or the file that --json writes."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
     presets: Annotated[bool, typer.Option("--presets", help="Sizes of our own model.")] = False,
@@ -165,13 +166,15 @@ def info(
     rates: Annotated[bool, typer.Option("--probe", help="Measure this machine; seconds.")] = False,
     disk: Annotated[Path, typer.Option(help="Folder whose disk --probe measures.")] = Path(),
 ) -> None:
-    """Show this machine, the software on it, and what can run.
+    """Show this machine and what can run on it, or describe a model.
 
     `megaslide info --probe --json rates.json` keeps what was measured for a plan.
     """
     asked = [n for n, on in (("presets", presets), ("schema", schema), ("probe", rates)) if on]
     if len(asked) > 1:
         raise InputError(" and ".join(f"--{name}" for name in asked), "ask for one of them")
+    if file is not None and file.is_dir() and not asked:
+        return describe_folder(file, as_json)
     if file is not None and not as_json:
         raise InputError(f"{file}: what to do with it?", f"to write there: --json {file}")
     if file is not None and not file.absolute().parent.is_dir():
