@@ -282,11 +282,11 @@ def _other_expert(
         try:
             return pretrained_network(config.model_copy(update=values))
         except InputError as error:
-            raise InputError(f"the other expert: {error.problem}", "name a run of it") from None
+            raise InputError(f"the other expert: {error.problem}", "give --second RUN") from None
     checkpoint = find_checkpoint(second)
     its_config = load_config(checkpoint / CONFIG)
     if its_config.model.subfolder != wanted:
-        raise InputError(f"{checkpoint}: trained {its_config.model.subfolder}", f"need {wanted}")
+        raise InputError(f"{checkpoint}: trained {its_config.model.subfolder}", f"give a {wanted}")
     return saved_network(checkpoint / weights_folder(checkpoint, None), its_config)
 
 
