@@ -102,7 +102,9 @@ def _of_run(config: Config, clip: Triple | None) -> Subject:
     from megaslide.data.text import build_text_encoder
 
     codec, encoder = build_codec(config.data.codec), build_text_encoder(config.data.text)
-    network = network_of(config, channels=codec.channels, text_dim=encoder.dim)
+    network = network_of(
+        config, channels=codec.channels, text_dim=encoder.dim, pooled_dim=encoder.pooled_dim
+    )
     if clip is None:
         buckets, _ = fit_buckets(config.data.buckets, codec, network.patch_size)
         clip = buckets[0].size
