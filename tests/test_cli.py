@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -202,7 +203,8 @@ def test_train_prepares_only_a_cache_that_is_not_finished(
     assert library.calls == calls
 
 
-def test_device_that_cannot_stream_is_refused(library: Library, config_file: Path) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_device_that_is_not_there_is_refused(library: Library, config_file: Path) -> None:
     result = run("train", config_file, "offload.device=cuda")
     assert result.exit_code == 2
     assert "offload.device=cuda" in result.stderr

@@ -21,6 +21,7 @@ from torch import Tensor
 from megaslide.config import (
     AttentionConfig,
     Config,
+    OffloadConfig,
     SampleConfig,
     Triple,
     load_config,
@@ -38,7 +39,7 @@ from megaslide.models.network import Network, pretrained_network, saved_network
 from megaslide.models.pretrained.pipelines import KINDS, FamilyPipeline
 from megaslide.runs import CONFIG, find_checkpoint, read_state, weights_folder
 from megaslide.streaming import StreamedModel, stream
-from megaslide.streaming.placement import encoder_placement
+from megaslide.streaming.placement import chosen_device, encoder_placement
 
 
 def generate(
@@ -252,14 +253,15 @@ def sample_run(
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
     with ExitStack() as stack:
         model, *partner = (
-            stack.enter_context(closing(forward_only(each, dtype, config.offload.slots)))
+            stack.enter_context(closing(forward_only(each, dtype, config.offload)))
             for each in (network, other)
             if each is not None
         )
         frames = generate(
             network.denoiser(model, dtype), codec,
             build_text_encoder(config.data.text, encoder_placement(config.offload)), prompts,
-            bucket=bucket, settings=sample, sigmas=sigmas, device="cpu", progress=progress,
+            bucket=bucket, settings=sample, sigmas=sigmas, device=chosen_device(config.offload),
+            progress=progress,
             pipeline=family_pipeline(network, recipe, codec, model, dtype, *partner),
         )  # fmt: skip
     folder = out or checkpoint.parent / "samples" / checkpoint.name
@@ -359,10 +361,10 @@ def family_pipeline(
     )  # fmt: skip
 
 
-def forward_only(network: Network, dtype: torch.dtype, slots: int) -> StreamedModel:
+def forward_only(network: Network, dtype: torch.dtype, offload: OffloadConfig) -> StreamedModel:
     """A saved network with frozen weights, read straight into the store."""
     model = network.build(dtype).requires_grad_(False).eval()
-    streamed = stream(model, slots=slots)
+    streamed = stream(model, device=chosen_device(offload), slots=offload.slots)
     if network.weights is None:
         raise ValueError(f"{network.name} has no weights to load; give a saved network")
     streamed.load(network.weights)

@@ -279,7 +279,7 @@ def _run_summary(config: "Config", model: "Network") -> dict[str, str]:
     return {
         "model": f"{model.name}, {count(parameters)} parameters",
         "state": f"{size(state)} ({state / parameters:.0f} bytes per parameter)",
-        "device": _device(config.offload.device),
+        "device": _device(config),
         "batch": f"{batch} clips per step, micro-batches of {at_once}",
         "data": f"{samples} samples, {held_out} held out",
         "length": f"{config.train.max_train_steps} steps",
@@ -304,14 +304,14 @@ def _state_bytes(config: "Config", network: "Network") -> int:
     )
 
 
-def _device(choice: str) -> str:
+def _device(config: "Config") -> str:
     import torch
 
-    if choice == "cuda":
-        raise InputError(
-            "offload.device=cuda: blocks stream through the CPU only so far",
-            "set offload.device=auto",
-        )
+    from megaslide.streaming.placement import chosen_device
+
+    device = chosen_device(config.offload)
+    if device == "cuda":
+        return f"cuda, {torch.cuda.get_device_name()}"
     return f"cpu, {torch.get_num_threads()} threads"
 
 

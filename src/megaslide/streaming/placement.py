@@ -12,12 +12,25 @@ import torch
 from torch import nn
 
 from megaslide.config import OffloadConfig
+from megaslide.errors import InputError
 from megaslide.streaming.model import StreamedModel, stream
 
 
 def chosen_device(offload: OffloadConfig) -> str:
-    """`cpu` or `cuda`."""
-    return "cpu" if offload.device == "auto" else offload.device  # the only backend so far
+    """`cpu` or `cuda`.
+
+    Raises:
+        InputError: `cuda` where torch finds none.
+    """
+    there = torch.cuda.is_available()
+    if offload.device == "auto":
+        return "cuda" if there else "cpu"
+    if offload.device == "cuda" and not there:
+        raise InputError(
+            f"offload.device=cuda: torch {torch.__version__} finds no CUDA device",
+            "set offload.device=auto, or install a torch build and a driver for it",
+        )
+    return offload.device
 
 
 def device_budget(offload: OffloadConfig) -> int | None:
