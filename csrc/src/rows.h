@@ -227,7 +227,8 @@ void narrow_combine(const float *weight, const Bfloat16 *rows, const List &list,
       const Bfloat16 *b = rows + list.index[first + e + 1] * list.stride;
       MEGASLIDE_UNROLL(8)
       for (int c = 0; c < kSums / 2; ++c) {
-        const __m512i x = _mm512_loadu_si512(a + c * kNarrow), z = _mm512_loadu_si512(b + c * kNarrow);
+        const __m512i x = _mm512_loadu_si512(a + c * kNarrow);
+        const __m512i z = _mm512_loadu_si512(b + c * kNarrow);
         const __m512i low = _mm512_maskz_unpacklo_epi16(~__mmask32{0}, x, z);
         const __m512i high = _mm512_maskz_unpackhi_epi16(~__mmask32{0}, x, z);
         sum[2 * c] = _mm512_dpbf16_ps(sum[2 * c], reinterpret_cast<__m512bh>(low), both);

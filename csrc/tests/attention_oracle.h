@@ -56,7 +56,7 @@ inline double clamped(double x, double high) { return std::min(std::max(x, 0.0),
 inline Along sample_along(const Shape &s, int kind, const double *offset, int axis, int64_t voxel,
                           const int64_t tap[3], int64_t number) {
   const int64_t size = s.size[axis], last = size - s.window[axis];
-  double start = clamped(static_cast<double>(voxel - s.window[axis] / 2), static_cast<double>(last));
+  double start = static_cast<double>(std::clamp<int64_t>(voxel - s.window[axis] / 2, 0, last));
   Along along = {};
   if ((kind == 1 || kind == 2) && last > 0) {
     const double slid = start + offset[axis];
@@ -180,7 +180,8 @@ inline double softmax(Numbers *scores) {
 inline void attend(const Query &query, const Inputs &in, Result *r) {
   const Shape &s = query.s;
   Numbers p = scores_of(query, in);
-  r->lse[static_cast<size_t>((query.b * s.voxels() + query.n) * s.heads + query.head)] = softmax(&p);
+  const int64_t at = (query.b * s.voxels() + query.n) * s.heads + query.head;
+  r->lse[static_cast<size_t>(at)] = softmax(&p);
   double *out = r->out.data() + query.row(query.n);
   for (int64_t j = 0; j < s.taps(); ++j) {
     int64_t tap[3];

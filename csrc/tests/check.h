@@ -137,7 +137,8 @@ void near(const char *file, int line, const std::string &name, const T *found,
 template <typename Run>
 void on_every_instruction_set(const Run &run) {
   const std::string before = megaslide_instruction_set(), outer = context;
-  for (const char *name : {"baseline", "x86-64-v3", "x86-64-v4", "x86-64-v4-bf16", "x86-64-v4-amx"}) {
+  for (const char *name :
+       {"baseline", "x86-64-v3", "x86-64-v4", "x86-64-v4-bf16", "x86-64-v4-amx"}) {
     if (megaslide_use_instruction_set(name) != MEGASLIDE_OK) continue;
     context = outer + " " + name;
     run();
