@@ -301,7 +301,7 @@ def sample_run(
     bucket = sample_size(sample, config, codec, network.patch_size)
     shift = sampling_shift(recipe, codec, network, bucket)
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
-    with closing(forward_only(network, dtype, config.offload.slots)) as model:
+    with closing(forward_only(network, dtype)) as model:
         frames = generate(
             network.denoiser(model, dtype), codec, build_text_encoder(config.data.text), prompts,
             bucket=bucket, settings=sample, shift=shift, device="cpu", progress=progress,
@@ -360,10 +360,10 @@ def family_pipeline(
     )  # fmt: skip
 
 
-def forward_only(network: Network, dtype: torch.dtype, slots: int) -> StreamedModel:
+def forward_only(network: Network, dtype: torch.dtype) -> StreamedModel:
     """A saved network with frozen weights, read straight into the store."""
     model = network.build(dtype).requires_grad_(False).eval()
-    streamed = stream(model, slots=slots)
+    streamed = stream(model)
     if network.weights is None:
         raise ValueError(f"{network.name} has no weights to load; give a saved network")
     streamed.load(network.weights)

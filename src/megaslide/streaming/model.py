@@ -101,10 +101,9 @@ class StreamedModel:
         updated = self._optimizer.updated
         self._slots = SlotCache(transfer, self.store, blocks, options.slots, updated)
         self._gradients = GradientBuffers(transfer, self.store, units)
-        where = "device" if options.activations == "auto" else options.activations
         folder = None if options.activation_dir is None else Path(options.activation_dir)
         self._executor = Executor(
-            units, self._slots, self._gradients, Activations(transfer, where, folder),
+            units, self._slots, self._gradients, Activations(transfer, options.activations, folder),
             options.micro_batch_size, options.shared_inputs, transfer.device.type,
         )  # fmt: skip
         self._place_resident()
