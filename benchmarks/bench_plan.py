@@ -5,7 +5,8 @@
 For each size of model, what a block's work takes is profiled on a model of three blocks with
 nothing overlapped; the simulated engine then predicts deeper models on emulated links of all
 speeds. Profile and measurement alternate, because a shared machine drifts. A correctness gate comes
-first: the streamed model must train as plain PyTorch does.
+first: the streamed model must train as plain PyTorch does. At last every choice that a config may
+leave open is measured for some configurations, beside what the planner chooses.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from bench_streaming import Net, require_parity
+from plan_choices import sweep
 
 from megaslide.planning.hardware import probe
 from megaslide.planning.profile import profile
@@ -35,6 +37,8 @@ from megaslide.streaming.store import StoreSettings, plan_store
 
 STEPS = 5
 PROFILED_DEPTH = 3
+DETAILS = ("rows", "choices", "machine")
+"""Keys that are too long for a screen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,11 +227,14 @@ def main() -> None:
     require_parity()
     rows = run([case for case in CASES if arguments.tier in (None, case.tier)])
     errors = [abs(row["error"]) for row in rows]
+    choices = sweep()
     result = {
         "step_error_median": statistics.median(errors),
         "step_error_max": max(errors),
         "peak_bytes_exact": all(row["bytes_exact"] for row in rows),
         "rows": rows,
+        "choice_over_best": {each["name"]: each["choice_over_best"] for each in choices},
+        "choices": choices,
         "threads": torch.get_num_threads(),
         "machine": probe(Path.cwd()).to_dict(),
     }
@@ -235,7 +242,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
     if arguments.plot:
         plot(rows, arguments.plot)
-    print(json.dumps({k: v for k, v in result.items() if k not in ("rows", "machine")}, indent=2))
+    print(json.dumps({k: v for k, v in result.items() if k not in DETAILS}, indent=2))
 
 
 if __name__ == "__main__":

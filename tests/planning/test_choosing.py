@@ -38,7 +38,7 @@ def needs(costs: ModelCosts, place: str, **choice: Any) -> int:
 def test_a_config_that_says_everything_is_taken_by_its_word(costs: ModelCosts) -> None:
     told = ["offload.slots=3", "offload.activations=disk", "offload.state_format=master"]
     asked = subject(*told, "offload.tier=disk", "optim.max_grad_norm=null")
-    plan = choose(asked, costs, MACHINE)
+    plan = choose(asked.choices, costs, MACHINE)
     assert plan.choice == Choice(
         slots=3, activations="disk", state_format="master", tier="disk", clip=False
     )
@@ -58,21 +58,21 @@ def test_slots_are_the_fewest_that_are_within_a_percent_of_the_best(
     steps = {n: make_plan(costs, machine, c).simulated.step_s for n, c in choices.items()}
     enough = [n for n, step in steps.items() if step <= 1.01 * min(steps.values())]
     assert enough[0] == expected
-    assert choose(subject(*AWAY), costs, machine).choice == choices[expected]
+    assert choose(subject(*AWAY).choices, costs, machine).choice == choices[expected]
 
 
 def test_slots_that_do_not_fit_are_not_taken(costs: ModelCosts) -> None:
     room = needs(costs, "device", slots=3, activations="host", micro_batches=40)
     tight = replace(MACHINE, link_bytes_s=1e7, device_bytes=room)
-    assert choose(subject(*AWAY), costs, tight).choice.slots == 3
+    assert choose(subject(*AWAY).choices, costs, tight).choice.slots == 3
 
 
 def test_inputs_leave_the_device_when_they_do_not_fit_there(costs: ModelCosts) -> None:
     room = needs(costs, "device")
     asked = subject("offload.slots=2")
     fits, short = (replace(MACHINE, device_bytes=n) for n in (room, room - 1))
-    assert choose(asked, costs, fits).choice.activations == "device"
-    assert choose(asked, costs, short).choice.activations == "host"
+    assert choose(asked.choices, costs, fits).choice.activations == "device"
+    assert choose(asked.choices, costs, short).choice.activations == "host"
 
 
 def test_state_goes_to_the_disk_before_its_moments_are_rounded() -> None:
@@ -87,35 +87,35 @@ def test_state_goes_to_the_disk_before_its_moments_are_rounded() -> None:
     ]
     for ram, on_disk, expected in turns:
         machine = replace(MACHINE, ram_bytes=ram, disk_bytes=on_disk)
-        assert choose(asked, costs, machine).choice == expected
+        assert choose(asked.choices, costs, machine).choice == expected
 
 
 def test_what_the_device_holds_takes_ram_where_it_is_the_processor(costs: ModelCosts) -> None:
     both = needs(costs, "RAM") + needs(costs, "device")
     here = replace(MACHINE, device_is_host=True, device_bytes=None)
     asked = subject("offload.slots=2", "offload.activations=device")
-    assert not choose(asked, costs, replace(here, ram_bytes=both)).shortfall
-    assert choose(asked, costs, replace(here, ram_bytes=both - 1)).shortfall == {"RAM": 1}
+    assert not choose(asked.choices, costs, replace(here, ram_bytes=both)).shortfall
+    assert choose(asked.choices, costs, replace(here, ram_bytes=both - 1)).shortfall == {"RAM": 1}
 
 
 def test_a_refusal_names_the_bytes_and_what_would_fit(costs: ModelCosts) -> None:
     asked = subject("offload.slots=2")
     ram = needs(costs, "RAM")
-    plan = choose(asked, costs, replace(MACHINE, ram_bytes=ram - 12345))
+    plan = choose(asked.choices, costs, replace(MACHINE, ram_bytes=ram - 12345))
     with pytest.raises(InputError, match="RAM lacks 12345 bytes") as error:
         require_fit(asked, plan)
     named = [words for words, other in alternatives(asked, plan) if not other.shortfall][:3]
     assert named[0] == "offload.state_format=split8"
     assert error.value.fix is not None
     assert all(f"{words} (" in error.value.fix for words in named)
-    require_fit(asked, choose(asked, costs, replace(MACHINE, ram_bytes=ram)))
+    require_fit(asked, choose(asked.choices, costs, replace(MACHINE, ram_bytes=ram)))
 
 
 def test_a_refusal_without_a_way_out_names_the_nearest(costs: ModelCosts) -> None:
     asked = subject("offload.slots=2")
     machine = replace(MACHINE, ram_bytes=5, device_bytes=3, disk_bytes=1)
     with pytest.raises(InputError, match="no single change is enough") as error:
-        require_fit(asked, choose(asked, costs, machine))
+        require_fit(asked, choose(asked.choices, costs, machine))
     for place in ("device", "RAM"):
         assert f"{place} lacks" in error.value.problem
 
@@ -123,7 +123,7 @@ def test_a_refusal_without_a_way_out_names_the_nearest(costs: ModelCosts) -> Non
 def test_the_same_work_comes_before_less_work_and_both_by_pace(costs: ModelCosts) -> None:
     asked = subject("offload.micro_batch_size=2")
     tight = replace(MACHINE, ram_bytes=needs(costs, "RAM") - 1)
-    found = alternatives(asked, choose(asked, costs, tight))
+    found = alternatives(asked, choose(asked.choices, costs, tight))
     lacks = [sum(plan.shortfall.values()) for _, plan in found]
     assert lacks == sorted(lacks)
     assert lacks[0] == 0 < lacks[-1]
@@ -138,7 +138,7 @@ def test_the_same_work_comes_before_less_work_and_both_by_pace(costs: ModelCosts
 
 
 def test_changes_of_the_work_are_what_their_words_say(costs: ModelCosts) -> None:
-    found = dict(alternatives(subject(), choose(subject(), costs, MACHINE)))
+    found = dict(alternatives(subject(), choose(subject().choices, costs, MACHINE)))
     small = subject_of("tiny", clip=(9, 32, 32))
     assert found["half the height and width"].flop == small.costs().flop
     window = subject("attention.window=[3,5,5]")
@@ -148,5 +148,5 @@ def test_changes_of_the_work_are_what_their_words_say(costs: ModelCosts) -> None
 
 def test_no_disk_is_proposed_where_none_was_measured(costs: ModelCosts) -> None:
     diskless = replace(MACHINE, disk_bytes_s=None)
-    found = alternatives(subject(), choose(subject(), costs, diskless))
+    found = alternatives(subject(), choose(subject().choices, costs, diskless))
     assert not any("disk" in words for words, _ in found)

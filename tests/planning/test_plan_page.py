@@ -22,7 +22,7 @@ MACHINE: Machine = replace(
 def planned() -> tuple[Subject, Plan]:
     told = ("offload.tier=disk", "offload.activations=host", "train.gradient_accumulation_steps=3")
     subject = subject_of("tiny", told, clip=(9, 64, 64))
-    return subject, choose(subject, subject.costs(), MACHINE)
+    return subject, choose(subject.choices, subject.costs(), MACHINE)
 
 
 def page(tmp_path: Path, subject: Subject, plan: Plan) -> str:

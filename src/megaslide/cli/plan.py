@@ -62,7 +62,7 @@ def plan(
         costs = subject.costs()
     machine = _machine(subject, gpu, ram, disk, efficiency)
     with status("simulating a step"):
-        found = choose(subject, costs, machine)
+        found = choose(subject.choices, costs, machine, clips=subject.clips)
     if as_json:
         print_json({"tokens": subject.tokens * found.choice.micro_batches, **found.to_dict()})
     if as_json and html is None:

@@ -5,7 +5,7 @@ is taken only where no other fits. Bytes decide without a simulation, so only th
 asks for time.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megaslide.errors import InputError
@@ -22,12 +22,19 @@ SHOWN = 3
 """Changes that a refusal names."""
 
 
-def choose(subject: Subject, costs: ModelCosts, machine: Machine) -> Plan:
+def choose(
+    choices: Sequence[Choice], costs: ModelCosts, machine: Machine, *, clips: int = 1
+) -> Plan:  # fmt: skip
     """The preferred choice that fits, with the slots that are worth their bytes.
 
     Where none fits, the one that lacks least.
+
+    Args:
+        choices: at least one, the preferred first.
+        costs: of one micro-batch.
+        clips: in one micro-batch.
     """
-    plans = [make_plan(costs, machine, c, clips=subject.clips) for c in subject.choices]
+    plans = [make_plan(costs, machine, choice, clips=clips) for choice in choices]
     fitting = [plan for plan in plans if not plan.shortfall]
     if not fitting:
         return min(plans, key=lambda plan: sum(plan.shortfall.values()))

@@ -6,6 +6,7 @@ they are what it has left.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,19 +42,31 @@ def machine_here(
     else:
         rates = measure(_existing(state_folder) if on_disk else None)
         told = "measured here just now"
-    gemm = rates.gemm_fp32_flop_s if subject.dtype == torch.float32 else rates.gemm_bf16_flop_s
-    basis = dict.fromkeys(("compute", "link", "adamw"), told)
-    link = rates.copy_bytes_s
+    machine = machine_of(rates, bf16=subject.dtype == torch.bfloat16, told=told)
+    link, basis = machine.link_bytes_s, dict(machine.basis)
     if offload.link_gb_s is not None and offload.link_gb_s * 1e9 < link:
         link, basis["link"] = offload.link_gb_s * 1e9, "emulated (offload.link_gb_s)"
     budget = offload.device_budget_gb
+    return replace(
+        machine, link_bytes_s=link, basis=basis, ram_bytes=available_ram(),
+        device_bytes=None if budget is None else int(budget * 1e9),
+        disk_bytes=disk_free(state_folder),
+    )  # fmt: skip
+
+
+def machine_of(rates: Rates, *, bf16: bool, told: str = "measured here just now") -> Machine:
+    """The processor as the device, at these rates; room is not limited.
+
+    Args:
+        told: where the rates come from, in words.
+    """
+    gemm = rates.gemm_bf16_flop_s if bf16 else rates.gemm_fp32_flop_s
+    names = ("compute", "link", "adamw", *(["disk"] if rates.disk else []))
     return Machine(
         name="cpu", flop_s=gemm, peak_flop_s=gemm, memory_bytes_s=rates.triad_bytes_s,
-        link_bytes_s=link, adamw_bytes_s=rates.adamw_lane_bytes_s,
+        link_bytes_s=rates.copy_bytes_s, adamw_bytes_s=rates.adamw_lane_bytes_s,
         disk_bytes_s=rates.disk.both_bytes_s if rates.disk else None,
-        device_bytes=None if budget is None else int(budget * 1e9),
-        ram_bytes=available_ram(), disk_bytes=disk_free(state_folder), device_is_host=True,
-        basis=basis | ({"disk": told} if rates.disk else {}),
+        device_is_host=True, basis=dict.fromkeys(names, told),
     )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def plan_run(config: Config) -> RunPlan:
     except UnknownCostsError as error:
         logger.warning("training without a plan: %s", error.problem)
         return _settled(config, subject, subject.choices[0], None)
-    plan = choose(subject, costs, _machine(config, subject, costs))
+    plan = choose(subject.choices, costs, _machine(config, subject, costs), clips=subject.clips)
     require_fit(subject, plan)
     planned = _settled(config, subject, plan.choice, plan)
     logger.info("plan: %s", planned)
