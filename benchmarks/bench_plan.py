@@ -1,6 +1,6 @@
 """How far plans are from what happens: step times and bytes, predicted and measured.
 
-    python benchmarks/bench_plan.py [--json FILE] [--plot FILE.png]
+    python benchmarks/bench_plan.py [--json FILE] [--plot FILE.png] [--from FILE]
 
 For each size of model, what a block's work takes is profiled on a model of three blocks with
 nothing overlapped; the simulated engine then predicts deeper models on emulated links of all
@@ -174,7 +174,7 @@ def run(cases: Sequence[Case]) -> list[dict[str, Any]]:
         rows.append({
             **vars(case), "predicted_s": guess, "measured_s": seconds,
             "error": guess / seconds - 1, "bytes_exact": exact, "profiles_s": guesses,
-            "disk_bytes_s": [before[1], after[1]],
+            "disk_bytes_s": None if case.tier == "ram" else [before[1], after[1]],
         })  # fmt: skip
         print(f"{case}\n  predicted {guess:.3f} s, measured {seconds:.3f} s, "
               f"{100 * rows[-1]['error']:+.1f} %", flush=True)  # fmt: skip
@@ -222,7 +222,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--tier", choices=("ram", "disk"), help="only cases of this tier")
     parser.add_argument("--plot", type=Path, help="draw predictions over measurements, PNG")
+    parser.add_argument("--from", type=Path, dest="earlier", help="plot this JSON, measure nothing")
     arguments = parser.parse_args()
+    if arguments.earlier:
+        if not arguments.plot:
+            parser.error("--from draws a plot: name it with --plot FILE.png")
+        plot(json.loads(arguments.earlier.read_text())["rows"], arguments.plot)
+        return
     torch.set_num_threads(1)  # copies and AdamW have the other cores
     require_parity()
     rows = run([case for case in CASES if arguments.tier in (None, case.tier)])
