@@ -194,7 +194,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(5, 5))
+    figure, axes = pyplot.subplots(figsize=(6.5, 6))
     marks = itertools.cycle("osd^v")
     for tier in ("ram", "disk"):
         chosen = [row for row in rows if row["tier"] == tier]
