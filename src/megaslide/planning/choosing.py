@@ -128,8 +128,8 @@ def _choices(plan: Plan) -> Iterator[tuple[str, Choice]]:
 
 def _smaller(subject: Subject) -> Iterable[tuple[str, Subject]]:
     """Fewer clips at a time, and less work per clip."""
-    if subject.clips > 1:
-        clips = max(n for n in range(1, subject.clips) if subject.clips % n == 0)
+    divisors = [n for n in range(1, subject.clips) if subject.clips % n == 0]
+    for clips in dict.fromkeys(divisors[:1] + divisors[-1:]):
         yield f"offload.micro_batch_size={clips}", replace(subject, clips=clips)
     patch = subject.network.patch_size
     t, h, w = (n // (2 * p) * p for n, p in zip(subject.latents, patch, strict=True))

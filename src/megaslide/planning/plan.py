@@ -9,7 +9,7 @@ Bytes, seconds, FLOP (a multiply and an add are two).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ class Machine:
     device_bytes: int | None = None
     ram_bytes: int | None = None
     disk_bytes: int | None = None
+    ram_besides: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of RAM, by kind, that the run takes besides what is planned."""
     device_is_host: bool = False
     """Whether what is on the device takes RAM as well, as on the CPU."""
     basis: Mapping[str, str]
@@ -136,7 +138,7 @@ class Plan:
     @property
     def places(self) -> dict[str, tuple[dict[str, int], int | None]]:
         """Bytes needed by kind, and bytes that are there or None, by place."""
-        machine, ram = self.machine, dict(self.ram)
+        machine, ram = self.machine, {**self.ram, **self.machine.ram_besides}
         if machine.device_is_host:
             ram["device"] = sum(self.device.values())
         return {

@@ -84,7 +84,7 @@ def _settled(config: Config, subject: Subject, choice: Choice, plan: Plan | None
 def _machine(config: Config, subject: Subject, costs: ModelCosts) -> Machine:
     state = Path(config.offload.disk_path or Path(config.output_dir) / "state")
     machine = machine_here(subject, state_folder=state)
-    if not isinstance(subject.network, OwnNetwork) or machine.ram_bytes is None:
+    if not isinstance(subject.network, OwnNetwork):
         return machine
     # A new model is initialised whole, in fp32, and is there until the store holds a copy.
-    return replace(machine, ram_bytes=max(0, machine.ram_bytes - 4 * costs.parameters))
+    return replace(machine, ram_besides={"new weights in fp32": 4 * costs.parameters})
