@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -54,7 +55,7 @@ class Library:
             module.__dict__.update(contents)
             monkeypatch.setitem(sys.modules, name, module)
 
-    def _prepare(self, data: Any, *, patch_size: Any, progress: Any) -> Any:
+    def _prepare(self, data: Any, *, patch_size: Any, place: Any, progress: Any) -> Any:
         self.calls.append(f"prepare {data.path} patch {patch_size}")
         Path(data.cache_dir).mkdir(parents=True, exist_ok=True)
         (Path(data.cache_dir) / "index.json").write_text('{"complete": true}')
@@ -204,7 +205,8 @@ def test_train_prepares_only_a_cache_that_is_not_finished(
     assert library.calls == calls
 
 
-def test_device_that_cannot_stream_is_refused(library: Library, config_file: Path) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_device_that_is_not_there_is_refused(library: Library, config_file: Path) -> None:
     result = run("train", config_file, "offload.device=cuda")
     assert result.exit_code == 2
     assert "offload.device=cuda" in result.stderr
@@ -258,18 +260,22 @@ def test_sample_passes_on_only_what_was_given(library: Library) -> None:
         "out": None,
         "settings": {"num_inference_steps": 5},
         "ema": False,
+        "second": None,
     }
     assert result.stdout.splitlines() == ["samples/a.mp4", "samples/sheet.png"]
 
 
 def test_sample_options_reach_the_settings(library: Library) -> None:
     options = ["--guidance", "2.5", "--seed", "7", "--bucket", "8x32x32", "--out", "there"]
+    options += ["--image", "a.png", "--second", "other"]
     assert run("sample", "run", *options).exit_code == 0
     assert library.sample_request["settings"] == {
         "guidance_scale": 2.5,
         "seed": 7,
         "bucket": "8x32x32",
+        "images": ("a.png",),
     }
+    assert library.sample_request["second"] == Path("other")
     assert library.sample_request["out"] == Path("there")
     assert library.sample_request["ema"] is None
 
@@ -575,7 +581,7 @@ def test_bench_runs_a_script_with_its_options_and_names_the_known_ones() -> None
     run = CliRunner()
     unknown = run.invoke(cli.app, ["bench", "nothing"])
     assert unknown.exit_code == 2
-    assert "adamw, disk, plan, streaming" in unknown.output.replace("attention, ", "")
+    assert "adamw, disk, loading, plan, streaming" in unknown.output.replace("attention, ", "")
     command = [sys.executable, "-m", "megaslide", "bench", "streaming", "--unknown"]
     shown = subprocess.run(command, capture_output=True, text=True, check=False)
     assert shown.returncode == 2

@@ -75,9 +75,9 @@ def test_diffusers_loads_what_was_saved(root: Path, tmp_path: Path) -> None:
 
     checkpoint = trained(root, "raw")
     done = export(checkpoint.parent, tmp_path / "out", max_shard_bytes=20_000)
-    assert (done.folder, done.weights) == (tmp_path / "out" / "transformer", "raw")
-    assert len(list(done.folder.glob("*-of-*.safetensors"))) > 1
-    found, saved = held(done.folder), held(checkpoint / "transformer")
+    assert (done.path, done.weights) == (tmp_path / "out" / "transformer", "raw")
+    assert len(list(done.path.glob("*-of-*.safetensors"))) > 1
+    found, saved = held(done.path), held(checkpoint / "transformer")
     assert found.keys() == saved.keys() == stock(tmp_path / "out").keys()
     assert {t.dtype for t in found.values()} == {torch.bfloat16, torch.float32}
     for key, tensor in saved.items():
@@ -104,7 +104,7 @@ def test_fp32_is_what_training_keeps(root: Path, tmp_path: Path) -> None:
         done = export(run, tmp_path / name, dtype="fp32")
         assert done.from_masters
         found = stock(tmp_path / name, torch.float32)
-        assert {t.dtype for t in held(done.folder).values()} == {torch.float32}
+        assert {t.dtype for t in held(done.path).values()} == {torch.float32}
         for key, tensor in masters.items():
             assert torch.equal(found[key], tensor), key
         assert any((t != t.bfloat16()).any() for t in found.values())
@@ -132,7 +132,7 @@ def test_bf16_keeps_the_parts_that_diffusers_keeps(root: Path, tmp_path: Path) -
     checkpoint = trained(root, "fp32", train__mixed_precision="no")
     done = export(checkpoint, tmp_path / "out", dtype="bf16")
     expected = stock(checkpoint, torch.bfloat16)
-    found = held(done.folder)
+    found = held(done.path)
     assert {t.dtype for t in expected.values()} == {torch.bfloat16, torch.float32}
     for key, tensor in expected.items():
         assert found[key].dtype == tensor.dtype, key
@@ -154,8 +154,8 @@ def test_converted_attention_is_exported_with_its_entry(root: Path, tmp_path: Pa
     checkpoint = trained(root, "local", **local)
     done = export(checkpoint, tmp_path / "out", dtype="fp32")
     assert done.converted
-    assert json.loads((done.folder / "config.json").read_text())["attention"]
-    model, again = megaslide.load(tmp_path / "out"), held(done.folder)
+    assert json.loads((done.path / "config.json").read_text())["attention"]
+    model, again = megaslide.load(tmp_path / "out"), held(done.path)
     assert any(".dsa." in name for name in again)
     for key, tensor in model.state_dict().items():
         assert torch.equal(tensor, again[key]), key
@@ -194,3 +194,32 @@ def test_the_command_says_what_it_wrote_and_refuses_with_a_fix(root: Path, tmp_p
 def test_nothing_to_export_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
         export(tmp_path / "nowhere", tmp_path / "out")
+
+
+def test_the_original_layout_is_read_back_by_diffusers(root: Path, tmp_path: Path) -> None:
+    import diffusers
+
+    checkpoint = trained(root, "original")
+    done = export(checkpoint, tmp_path / "out", layout="original", dtype="fp32")
+    assert done.path == tmp_path / "out" / "transformer.safetensors"
+    model = diffusers.WanTransformer3DModel.from_single_file(
+        str(done.path), config=str(checkpoint), subfolder="transformer"
+    )
+    export(checkpoint, tmp_path / "plain", dtype="fp32")
+    expected = stock(tmp_path / "plain", torch.float32)
+    assert model.state_dict().keys() == expected.keys()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[key]), key
+    with pytest.raises(InputError, match=r"transformer\.safetensors: exists already"):
+        export(checkpoint, tmp_path / "out", layout="original")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["transformer.safetensors"]
+
+
+def test_models_without_known_original_names_are_refused(root: Path, tmp_path: Path) -> None:
+    local = {"attention__kind": "deformable", "attention__window": "[3,3,3]"}
+    with pytest.raises(InputError, match=r"dsa\..*: converted attention has no name"):
+        export(trained(root, "local-original", **local), tmp_path / "out", layout="original")
+    own = {"model__pretrained_model_name_or_path": "null", "data__cache_dir": tmp_path / "cache"}
+    with pytest.raises(InputError, match="VideoDiT: the names of its original repository"):
+        export(trained(root, "own-original", **own), tmp_path / "out", layout="original")
+    assert not list(tmp_path.glob("out/*"))

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from megaslide.config import CodecConfig, SampleConfig, TextConfig
 from megaslide.data.codecs import build_codec
+from megaslide.data.samples import save_samples, slug
 from megaslide.data.text import build_text_encoder
-from megaslide.sampling import generate, prompt_generator, save_samples, slug, to_frames
+from megaslide.diffusion.samplers import sigma_schedule
+from megaslide.sampling import generate, prompt_generator, to_frames
 
 BUCKET = (4, 16, 24)
 
@@ -51,6 +53,9 @@ class LengthEncoder:
         values = torch.tensor([float(len(c)) for c in captions])
         return values.view(-1, 1, 1) * mask[..., None] * torch.ones(self.dim), mask
 
+    def pooled(self, captions: list[str]) -> None:
+        return None
+
     def close(self) -> None:
         pass
 
@@ -77,7 +82,8 @@ class Model:
 
 def sample(prompts: list[str], **changes: object) -> list[np.ndarray]:
     settings = SampleConfig(num_inference_steps=3, guidance_scale=2.0, seed=11)
-    arguments = {"bucket": BUCKET, "settings": settings, "shift": 2.0, "device": "cpu", **changes}
+    arguments = {"bucket": BUCKET, "settings": settings, "device": "cpu"}
+    arguments |= {"sigmas": sigma_schedule(3, 2.0), **changes}
     return generate(Model(), PixelShuffleCodec(), LengthEncoder(), prompts, **arguments)
 
 
@@ -110,7 +116,8 @@ def test_a_perfect_velocity_brings_back_the_clip_through_the_real_codec() -> Non
 
     [frames] = generate(
         perfect, codec, build_text_encoder(TextConfig()), ["a square"], bucket=(5, 32, 48),
-        settings=SampleConfig(num_inference_steps=4, guidance_scale=3), shift=3.0, device="cpu",
+        settings=SampleConfig(num_inference_steps=4, guidance_scale=3), device="cpu",
+        sigmas=sigma_schedule(4, 3.0),
     )  # fmt: skip
     assert np.abs(frames.astype(int) - clip).max() <= 1
 
@@ -145,7 +152,7 @@ def test_the_prompts_of_a_batch_share_each_pass_over_the_weights() -> None:
     settings = SampleConfig(num_inference_steps=3, guidance_scale=2.0)
     generate(
         model, PixelShuffleCodec(), encoder, ["a", "b c", "d"], bucket=BUCKET, settings=settings,
-        shift=1.0, device="cpu", batch_size=2, negative_prompt="blurry",
+        sigmas=sigma_schedule(3, 1.0), device="cpu", batch_size=2, negative_prompt="blurry",
         progress=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
     assert model.rows == [4, 4, 4, 2, 2, 2]
@@ -169,7 +176,8 @@ def test_a_clip_that_is_not_finite_is_refused() -> None:
     with pytest.raises(RuntimeError, match="'a cat' has values that are not finite"):
         generate(
             Model(), Broken(), LengthEncoder(), ["a cat"], bucket=BUCKET,
-            settings=SampleConfig(num_inference_steps=1), shift=1.0, device="cpu",
+            settings=SampleConfig(num_inference_steps=1), sigmas=sigma_schedule(1, 1.0),
+            device="cpu",
         )  # fmt: skip
 
 
@@ -228,7 +236,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_fragment(
         path.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("megaslide.sampling.write_video", fails_halfway)
+    monkeypatch.setattr("megaslide.data.samples.write_video", fails_halfway)
     with pytest.raises(OSError, match="disk full"):
         save_samples([moving_square(200)], ["x"], tmp_path, 8.0)
     assert old.read_bytes() == before

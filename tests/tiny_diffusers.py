@@ -289,6 +289,17 @@ def vace() -> Inputs:
     return plain(control_hidden_states=random(B, 3 * C, T, H, W, seed=2))
 
 
+def animate() -> Inputs:
+    """A reference frame before those of the clip; a face every quarter of a latent frame."""
+    image = random(B, 3, TEXT, seed=2)
+    return plain(
+        hidden_states=random(B, 2 * C + 4, T + 1, H, W),
+        encoder_hidden_states_image=image,
+        pose_hidden_states=random(B, C, T, H, W, seed=3),
+        face_pixel_values=random(B, 3, 4 * (T - 1) + 1, 16, 16, seed=4),
+    )
+
+
 def minimax() -> Inputs:
     """One sequence of text, audio and video tokens, told apart by index tensors."""
     sizes = {"text": 4, "audio": 7, "video": TOKENS}
@@ -374,6 +385,12 @@ MODELS: dict[str, Tiny] = {
     "wan-vace": Tiny(
         class_name="WanVACETransformer3DModel", inputs=vace, blocks=("vace_blocks", "blocks"),
         config={**WAN, "num_layers": 3, "vace_layers": [0, 2], "vace_in_channels": 3 * C},
+    ),
+    "wan-animate": wan(
+        "WanAnimateTransformer3DModel", animate, in_channels=2 * C + 4, latent_channels=C,
+        image_dim=TEXT, motion_encoder_channel_sizes={"4": 16, "8": 16, "16": 16},
+        motion_encoder_size=16, motion_style_dim=8, motion_dim=4, motion_encoder_dim=16,
+        face_encoder_hidden_dim=16, face_encoder_num_heads=2, inject_face_latents_blocks=2,
     ),
     "skyreels": wan("SkyReelsV2Transformer3DModel"),
     "chronoedit": wan("ChronoEditTransformer3DModel", rope_temporal_skip_len=8),

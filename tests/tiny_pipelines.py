@@ -6,6 +6,7 @@ shows.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,12 @@ BLOCKS = {
 }  # fmt: skip
 
 
-def write_vae(root: Path, class_name: str, seed: int = 0) -> nn.Module:
-    """Save a tiny autoencoder as `root/vae`; returns it."""
+def write_vae(root: Path, class_name: str, seed: int = 0, **changes: Any) -> nn.Module:
+    """Save a tiny autoencoder as `root/vae`; returns it. `changes` are to its config."""
     import diffusers
 
     torch.manual_seed(seed)
-    vae: nn.Module = getattr(diffusers, class_name)(**VAES[class_name])
+    vae: nn.Module = getattr(diffusers, class_name)(**{**VAES[class_name], **changes})
     if class_name == "AutoencoderKLLTXVideo":
         vae.latents_mean = torch.tensor(MEAN)
         vae.latents_std = torch.tensor(STD)
@@ -69,7 +70,9 @@ def write_vae(root: Path, class_name: str, seed: int = 0) -> nn.Module:
     return vae.eval()
 
 
-def write_text(root: Path, *, kind: str = "T5", width: int = tiny.TEXT) -> tuple[Any, nn.Module]:
+def write_text(
+    root: Path, *, kind: str = "T5", width: int = tiny.TEXT, inner: int = 16, layers: int = 2
+) -> tuple[Any, nn.Module]:
     """Save a tokenizer and a tiny encoder as `root/tokenizer` and `root/text_encoder`."""
     import transformers
 
@@ -77,7 +80,7 @@ def write_text(root: Path, *, kind: str = "T5", width: int = tiny.TEXT) -> tuple
     tokenizer.save_pretrained(root / "tokenizer")
     torch.manual_seed(1)
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=64, d_model=width, d_kv=4, d_ff=16, num_layers=2, num_heads=2
+        vocab_size=64, d_model=width, d_kv=4, d_ff=inner, num_layers=layers, num_heads=2
     )
     encoder: nn.Module = getattr(transformers, f"{kind}EncoderModel")(config)
     with torch.no_grad():
@@ -85,6 +88,30 @@ def write_text(root: Path, *, kind: str = "T5", width: int = tiny.TEXT) -> tuple
             parameter.normal_(0, 0.3)
     encoder.save_pretrained(root / "text_encoder")
     return tokenizer, encoder.eval()
+
+
+def write_hunyuan_text(root: Path, *, inner: int = 16, layers: int = 4) -> tuple[Any, ...]:
+    """Save a tiny Llama and a tiny CLIP with tokenizers; returns (tokenizer, encoder) of each."""
+    import transformers
+
+    tokenizers = _llama_tokenizer(), _tokenizer()
+    torch.manual_seed(2)
+    sizes = {"intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": 2}
+    llama = transformers.LlamaModel(
+        transformers.LlamaConfig(vocab_size=128, hidden_size=tiny.TEXT, **sizes)
+    )
+    clip = transformers.CLIPTextModel(
+        transformers.CLIPTextConfig(
+            vocab_size=64, hidden_size=tiny.POOLED, bos_token_id=0, eos_token_id=1, **sizes
+        )
+    )
+    for model, tokenizer, suffix in zip((llama, clip), tokenizers, ("", "_2"), strict=True):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0, 0.3)
+        model.save_pretrained(root / f"text_encoder{suffix}")
+        tokenizer.save_pretrained(root / f"tokenizer{suffix}")
+    return tokenizers[0], llama.eval(), tokenizers[1], clip.eval()
 
 
 def write_scheduler(root: Path, values: dict[str, Any]) -> None:
@@ -99,16 +126,36 @@ def frames(count: int, height: int, width: int, *, batch: int = 1, seed: int = 0
 
 
 def _tokenizer() -> Any:
+    from tokenizers import pre_tokenizers, processors
+
+    ending = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return _of_words(WORDS.split(), pre_tokenizers.WhitespaceSplit(), ending)
+
+
+def _llama_tokenizer() -> Any:
+    """Cuts HunyuanVideo's template such that a caption begins where the pipeline expects it."""
+    from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
+    from tokenizers import Regex, pre_tokenizers
+
+    template = pipeline_hunyuan_video.DEFAULT_PROMPT_TEMPLATE
+    pattern = r"<\|\w+\|>|\n\n|\w{1,12}|[^\w\s]"
+    split = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
+    beginning, _, end = template["template"].partition("{}")
+    words, rest = ([w for w, _ in split.pre_tokenize_str(part)] for part in (beginning, end))
+    assert len(words) == template["crop_start"]
+    return _of_words(dict.fromkeys([*words, *rest, *WORDS.split()]), split)
+
+
+def _of_words(words: Iterable[str], split: Any, ending: Any = None) -> Any:
     import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from tokenizers import Tokenizer, models
 
     vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2}
-    vocabulary |= {word: 3 + number for number, word in enumerate(WORDS.split())}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.post_processor = processors.TemplateProcessing(
-        single="$A </s>", special_tokens=[("</s>", 1)]
-    )
+    vocabulary |= {word: 3 + number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = split
+    if ending is not None:
+        tokenizer.post_processor = ending
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     )

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -20,6 +20,7 @@ from megaslide import runs
 from megaslide.config import Config, load_config
 from megaslide.errors import InputError
 from megaslide.models.network import saved_network
+from megaslide.models.pretrained.original_keys import original_keys
 from megaslide.ops.adamw.reference import join_master
 from megaslide.weights import (
     CONFIG_NAME,
@@ -27,10 +28,13 @@ from megaslide.weights import (
     TensorSpec,
     WeightFiles,
     read_json,
+    write_safetensors,
     write_weights,
 )
 
 Weights = Literal["ema", "raw"]
+Layout = Literal["diffusers", "original"]
+Tensors = Iterator[tuple[str, Tensor]]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SCHEDULER = Path("scheduler") / "scheduler_config.json"
 
@@ -39,8 +43,8 @@ SCHEDULER = Path("scheduler") / "scheduler_config.json"
 class Exported:
     """What was written."""
 
-    folder: Path
-    """Holds config.json and the weights."""
+    path: Path
+    """The folder of config.json and the weights; in the original layout the file."""
     class_name: str
     checkpoint: Path
     weights: Weights
@@ -58,23 +62,26 @@ def export(
     *,
     weights: Weights | None = None,
     dtype: Literal["bf16", "fp32"] | None = None,
+    layout: Layout = "diffusers",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Exported:
     """Write a run's transformer to `out`, for `from_pretrained(out, subfolder="transformer")`.
 
-    A second expert goes to `out/transformer_2`, beside the first one's. Keys are those of
-    diffusers. Parts that a class keeps in fp32 stay so in bf16.
+    A second expert goes to `out/transformer_2`, beside the first one's. Parts that a class keeps in
+    fp32 stay so in bf16.
 
     Args:
         source: a run's folder (its latest checkpoint) or a `checkpoint-N`.
         out: made if need be.
         weights: averaged or not; None takes averaged ones where the checkpoint has them.
         dtype: of floating-point tensors; None leaves each as it was saved.
+        layout: `original` writes one file, `transformer.safetensors`, with the names of the model's
+            original repository.
         max_shard_bytes: larger models are written as several files and an index.
 
     Raises:
-        InputError: no complete checkpoint, no averaged weights where asked for, or a model in
-            `out` already.
+        InputError: no complete checkpoint, no averaged weights where asked for, a model in `out`
+            already, or one whose original names are not known.
     """
     checkpoint = runs.find_checkpoint(source)
     config = load_config(checkpoint / runs.CONFIG)
@@ -82,26 +89,53 @@ def export(
         checkpoint, None if weights is None else weights == "ema"
     )
     pretrained = config.model.pretrained_model_name_or_path is not None
-    folder = out / (config.model.subfolder if pretrained else "transformer")
-    if (folder / CONFIG_NAME).exists():
-        raise InputError(f"{folder}: holds a model already", "give another folder")
+    target = out / (config.model.subfolder if pretrained else "transformer")
+    values = read_json(saved / CONFIG_NAME, "give a whole checkpoint")
     files = WeightFiles(saved)
     held = files.specs()
     specs = held if dtype is None else _wanted(held, _dtypes(saved, config, DTYPES[dtype]))
     state = _FineState(checkpoint / "optimizer", averaged=saved.name == "ema")
     tensors = _tensors(files, specs, state)
-    write_weights(folder, specs, tensors, max_shard_bytes)
-    _copy(checkpoint / SCHEDULER, out / SCHEDULER)
-    # Last, because a folder without it is no model: what was interrupted is not taken for whole.
-    values = read_json(saved / CONFIG_NAME, "give a whole checkpoint")
-    (folder / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n")
+    if layout == "original":
+        target = target.with_name(f"{target.name}.safetensors")
+        _write_original(target, str(values.get("_class_name")), specs, tensors)
+    else:
+        _write_folder(target, values, specs, tensors, max_shard_bytes)
+        _copy(checkpoint / SCHEDULER, out / SCHEDULER)
     return Exported(
-        folder=folder, class_name=str(values.get("_class_name")), checkpoint=checkpoint,
+        path=target, class_name=str(values.get("_class_name")), checkpoint=checkpoint,
         weights="ema" if saved.name == "ema" else "raw",
         parameters=sum(torch.Size(spec.shape).numel() for spec in specs.values()),
         nbytes=sum(spec.nbytes for spec in specs.values()), from_masters=state.used,
         converted="attention" in values,
     )  # fmt: skip
+
+
+def _write_folder(
+    folder: Path, config: dict[str, Any], specs: dict[str, TensorSpec], tensors: Tensors,
+    max_shard_bytes: int,
+) -> None:  # fmt: skip
+    if (folder / CONFIG_NAME).exists():
+        raise InputError(f"{folder}: holds a model already", "give another folder")
+    write_weights(folder, specs, tensors, max_shard_bytes)
+    # Last, because a folder without it is no model: what was interrupted is not taken for whole.
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_original(
+    path: Path, class_name: str, specs: dict[str, TensorSpec], tensors: Tensors
+) -> None:
+    if path.exists():
+        raise InputError(f"{path}: exists already", "give another folder")
+    names = original_keys(class_name, specs)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".partial-{path.name}")
+    try:
+        renamed = {names[name]: spec for name, spec in specs.items()}
+        write_safetensors(unfinished, renamed, ((names[name], t) for name, t in tensors))
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 class _FineState:
@@ -129,9 +163,7 @@ class _FineState:
         return weight.float()
 
 
-def _tensors(
-    files: WeightFiles, specs: dict[str, TensorSpec], state: _FineState
-) -> Iterator[tuple[str, Tensor]]:
+def _tensors(files: WeightFiles, specs: dict[str, TensorSpec], state: _FineState) -> Tensors:
     for name, tensor in files.read(specs):
         wanted = specs[name].dtype
         if tensor.dtype == torch.bfloat16 and wanted == torch.float32:

@@ -8,14 +8,9 @@ Shapes: B prompts of a batch, latents [B, C, t, h, w], pixels [B, 3, T, H, W], f
 text [B, L, D].
 """
 
-import json
-import logging
 import math
-import os
-import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +18,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megaslide.config import Config, SampleConfig, Triple, load_config, parse_triple
+from megaslide.config import (
+    AttentionConfig,
+    Config,
+    OffloadConfig,
+    SampleConfig,
+    Triple,
+    load_config,
+    parse_triple,
+)
 from megaslide.data.codecs import Codec, build_codec
-from megaslide.data.sheets import contact_sheet
+from megaslide.data.images import encode_image
+from megaslide.data.samples import Frames, save_samples
 from megaslide.data.text import TextEncoder, build_text_encoder
-from megaslide.data.video import write_video
 from megaslide.diffusion.objectives import Denoiser
 from megaslide.diffusion.recipes import FULL_RANGE, Recipe
-from megaslide.diffusion.samplers import Progress, draw_noise, sample_latents
+from megaslide.diffusion.samplers import Progress, draw_noise, sample_latents, sigma_schedule
 from megaslide.errors import InputError
-from megaslide.models.network import Network, saved_network
+from megaslide.models.network import Network, pretrained_network, saved_network
 from megaslide.models.pretrained.pipelines import KINDS, FamilyPipeline
 from megaslide.runs import CONFIG, find_checkpoint, read_state, weights_folder
 from megaslide.streaming import StreamedModel, stream
-
-logger = logging.getLogger(__name__)
-
-Frames = np.ndarray
-"""uint8 RGB [T, H, W, 3]."""
-
-_SLUG_LENGTH = 48
+from megaslide.streaming.placement import chosen_device, encoder_placement
 
 
 def generate(
@@ -53,7 +50,7 @@ def generate(
     *,
     bucket: Triple,
     settings: SampleConfig,
-    shift: float,
+    sigmas: Tensor,
     device: torch.device | str,
     negative_prompt: str = "",
     batch_size: int = 4,
@@ -64,15 +61,17 @@ def generate(
 
     Args:
         model: predicts the velocity, called as in `megaslide.diffusion`, with the keyword
-            arguments `encoder_hidden_states` [B, L, D] and `encoder_attention_mask` [B, L].
+            arguments `encoder_hidden_states` [B, L, D], `encoder_attention_mask` [B, L], and
+            `pooled_projections` [B, P] where the text encoder makes it.
         prompts: captions; the position of each is part of its seed.
         bucket: frames, height and width of the clips, in pixels.
-        shift: timestep shift the model was trained with.
+        sigmas: noise levels of our own sampler.
         device: where the model takes its inputs.
         negative_prompt: what guidance leads away from; the empty caption of training by default.
         batch_size: prompts sampled together. Streamed weights cross the link once per step and
             batch, so larger is faster where activations fit.
-        pipeline: samples instead of `model` and `shift`, where a pretrained family has one.
+        pipeline: samples instead of `model` and `sigmas`, where a pretrained family has one; not
+            where `settings.images` give the first frames.
         progress: called with (model steps done, in all) over all batches.
 
     Returns:
@@ -80,21 +79,21 @@ def generate(
 
     Raises:
         ValueError: no prompts, or `batch_size` below 1.
+        InputError: images that cannot be read, or not one for each prompt.
         RuntimeError: a clip came out with values that are not finite.
     """
-    if not prompts or batch_size < 1:
-        raise ValueError(
-            f"{len(prompts)} prompts and batch_size={batch_size}; both must be 1 or more"
-        )
+    _require_prompts(prompts, batch_size)
     starts = range(0, len(prompts), batch_size)
     text = _text_conditioning(text_encoder, prompts, negative_prompt, device)
     text_encoder.close()
+    given = _first_frames(settings.images, len(prompts), codec, bucket)
     clips: list[Frames] = []
     for number, start in enumerate(starts):
         batch = prompts[start : start + batch_size]
         latents = _latents(
             model, pipeline, (len(batch), codec.channels, *codec.latent_shape(bucket)),
-            settings=settings, shift=shift, **_rows(text, start, len(batch)),
+            settings=settings, sigmas=sigmas, **_rows(text, start, len(batch)),
+            first_frame=None if given is None else given[start : start + len(batch)],
             generators=[prompt_generator(settings.seed, start + i) for i in range(len(batch))],
             progress=_overall(progress, number, len(starts)),
         )  # fmt: skip
@@ -105,27 +104,35 @@ def generate(
     return clips
 
 
+def _require_prompts(prompts: Sequence[str], batch_size: int) -> None:
+    if not prompts or batch_size < 1:
+        raise ValueError(
+            f"{len(prompts)} prompts and batch_size={batch_size}; both must be 1 or more"
+        )
+
+
 def _latents(
     model: Denoiser,
     pipeline: FamilyPipeline | None,
     shape: tuple[int, ...],
     *,
     settings: SampleConfig,
-    shift: float,
+    sigmas: Tensor,
     generators: Sequence[torch.Generator],
     conditioning: Mapping[str, Tensor],
     negative: Mapping[str, Tensor],
+    first_frame: Tensor | None,
     progress: Progress | None,
 ) -> Tensor:
     steps, scale = settings.num_inference_steps, settings.guidance_scale
-    if pipeline is not None:
+    if pipeline is not None and first_frame is None:
         noise = draw_noise(shape, generators, conditioning["encoder_hidden_states"].device)
         return pipeline.latents(
             noise, conditioning, negative, steps=steps, guidance_scale=scale, progress=progress
         )
     return sample_latents(
-        model, shape, steps=steps, guidance_scale=scale, shift=shift, generator=generators,
-        conditioning=conditioning, negative=negative, progress=progress,
+        model, shape, sigmas=sigmas, guidance_scale=scale, generator=generators,
+        conditioning=conditioning, negative=negative, first_frame=first_frame, progress=progress,
     )  # fmt: skip
 
 
@@ -144,51 +151,17 @@ def to_frames(pixels: Tensor) -> Frames:
     return levels.to(torch.uint8).permute(1, 2, 3, 0).contiguous().cpu().numpy()
 
 
-def save_samples(
-    frames: Sequence[Frames],
-    prompts: Sequence[str],
-    folder: Path,
-    fps: float,
-    settings: SampleConfig | None = None,
-) -> list[Path]:
-    """Write `00_prompt-slug.mp4` per clip, `contact_sheet.png` and `prompts.json` into `folder`.
-
-    Each file appears under its name only when complete, so a viewer or a dashboard that polls the
-    folder never opens half of one.
-
-    Args:
-        frames: uint8 RGB [T, H, W, 3] per prompt.
-        prompts: one per clip; written in full to `prompts.json`.
-        folder: created if missing; files of the same name are replaced.
-        fps: frames per second.
-        settings: recorded in `prompts.json`, to make the samples again.
-
-    Returns:
-        Paths of the mp4 files, one per prompt, in order.
-
-    Raises:
-        ValueError: no clips, or their number is not that of the prompts.
-    """
-    if not frames or len(frames) != len(prompts):
-        raise ValueError(f"{len(frames)} clips for {len(prompts)} prompts; need 1 or more, equal")
-    folder.mkdir(parents=True, exist_ok=True)
-    names = [f"{index:02d}_{slug(prompt)}.mp4" for index, prompt in enumerate(prompts)]
-    paths = [
-        _complete(folder / name, partial(write_video, frames=clip, fps=fps))
-        for name, clip in zip(names, frames, strict=True)
-    ]
-    _complete(folder / "contact_sheet.png", partial(contact_sheet, frames, labels=prompts))
-    record = _record(frames, prompts, names, fps, settings)
-    text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-    _complete(folder / "prompts.json", lambda path: path.write_text(text, encoding="utf-8"))
-    logger.info("wrote %d samples to %s", len(paths), folder)
-    return paths
-
-
-def slug(prompt: str) -> str:
-    """Letters, digits and hyphens of a prompt, lower case, for a file name of bounded length."""
-    words = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")
-    return words[:_SLUG_LENGTH].strip("-") or "empty"
+def _first_frames(images: Sequence[str], count: int, codec: Codec, size: Triple) -> Tensor | None:
+    """Latents [count, C, 1, h, w] of the images, if there are any."""
+    if not images:
+        return None
+    if len(images) not in (1, count):
+        raise InputError(
+            f"sample.images: {len(images)} images for {count} prompts", "give one, or one for each"
+        )
+    frames = torch.cat([encode_image(Path(image), codec, size) for image in images])
+    codec.close()  # its memory is the model's until the clips are decoded
+    return frames.expand(count, *frames.shape[1:])
 
 
 def _text_conditioning(
@@ -196,17 +169,15 @@ def _text_conditioning(
 ) -> dict[str, dict[str, Tensor]]:
     """Arguments `conditioning` and `negative` of the sampler, of all prompts: an encoder is loaded
     once, and what it gives is of one length."""
-    embeddings, mask = (each.to(device) for each in text_encoder.encode([*prompts, negative]))
-    last = torch.full((len(prompts),), len(prompts), device=embeddings.device)
+    captions = [*prompts, negative]
+    embeddings, mask = text_encoder.encode(captions)
+    text = {"encoder_hidden_states": embeddings, "encoder_attention_mask": mask}
+    if (pooled := text_encoder.pooled(captions)) is not None:
+        text["pooled_projections"] = pooled
+    last = torch.full((len(prompts),), len(prompts))
     return {
-        "conditioning": {
-            "encoder_hidden_states": embeddings[:-1],
-            "encoder_attention_mask": mask[:-1],
-        },
-        "negative": {
-            "encoder_hidden_states": embeddings[last],
-            "encoder_attention_mask": mask[last],
-        },
+        "conditioning": {key: value[:-1].to(device) for key, value in text.items()},
+        "negative": {key: value[last].to(device) for key, value in text.items()},
     }
 
 
@@ -237,32 +208,6 @@ def _frames_of(codec: Codec, latents: Tensor, num_frames: int, prompt: str) -> F
     return to_frames(pixels)
 
 
-def _complete(path: Path, write: Callable[[Path], Any]) -> Path:
-    """Write under a hidden name of the same suffix (which selects the format), then rename."""
-    unfinished = path.with_name(f".partial-{path.name}")
-    try:
-        write(unfinished)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return path
-
-
-def _record(
-    frames: Sequence[Frames],
-    prompts: Sequence[str],
-    names: Sequence[str],
-    fps: float,
-    settings: SampleConfig | None,
-) -> dict[str, Any]:
-    samples = [
-        {"file": name, "prompt": prompt, "size": list(clip.shape[:3])}
-        for name, prompt, clip in zip(names, prompts, frames, strict=True)
-    ]
-    recorded = None if settings is None else settings.model_dump(mode="json", exclude={"prompts"})
-    return {"fps": fps, "settings": recorded, "samples": samples}
-
-
 def sample_run(
     source: Path,
     *,
@@ -270,6 +215,7 @@ def sample_run(
     out: Path | None = None,
     settings: Mapping[str, Any] | None = None,
     ema: bool | None = None,
+    second: Path | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
     """Sample from a run or checkpoint, streaming its weights forward only (no optimizer state).
@@ -280,9 +226,12 @@ def sample_run(
         out: where clips go; `samples/` beside the checkpoints by default.
         settings: fields of `SampleConfig` that replace the run's.
         ema: averaged weights or not; None takes them if the checkpoint has them.
+        second: a run of the other expert, where the model is one of two; None takes the published
+            one, from the pipeline that the run began with.
 
     Raises:
-        InputError: no complete checkpoint, no prompts, or no averaged weights where asked for.
+        InputError: no complete checkpoint, no prompts, no averaged weights where asked for, or no
+            second expert where one is needed.
     """
     checkpoint = find_checkpoint(source)
     config = load_config(checkpoint / CONFIG)
@@ -299,16 +248,48 @@ def sample_run(
         sigma_range=tuple(read_state(checkpoint).get("sigma_range", FULL_RANGE)),
     )
     bucket = sample_size(sample, config, codec, network.patch_size)
-    shift = sampling_shift(recipe, codec, network, bucket)
+    other = _other_expert(config, network, recipe, codec, second)
+    sigmas = sampling_sigmas(recipe, codec, network, bucket, sample, alone=other is None)
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
-    with closing(forward_only(network, dtype)) as model:
+    with ExitStack() as stack:
+        model, *partner = (
+            stack.enter_context(closing(forward_only(each, dtype, config.offload)))
+            for each in (network, other)
+            if each is not None
+        )
         frames = generate(
-            network.denoiser(model, dtype), codec, build_text_encoder(config.data.text), prompts,
-            bucket=bucket, settings=sample, shift=shift, device="cpu", progress=progress,
-            pipeline=family_pipeline(network, recipe, codec, model, dtype),
+            network.denoiser(model, dtype), codec,
+            build_text_encoder(config.data.text, encoder_placement(config.offload)), prompts,
+            bucket=bucket, settings=sample, sigmas=sigmas, device=chosen_device(config.offload),
+            progress=progress,
+            pipeline=family_pipeline(network, recipe, codec, model, dtype, *partner),
         )  # fmt: skip
     folder = out or checkpoint.parent / "samples" / checkpoint.name
     return save_samples(frames, prompts, folder, sample.fps, sample)
+
+
+def _other_expert(
+    config: Config, network: Network, recipe: Recipe, codec: Codec, second: Path | None
+) -> Network | None:
+    """The expert for the noise levels that `network` is not for, if its pipeline can sample."""
+    if recipe.sigma_range == FULL_RANGE or not has_pipeline(network, codec):
+        if second is None:
+            return None
+        raise InputError(f"{second}: {network.name} takes no second expert", "leave it out")
+    low, _ = recipe.sigma_range
+    wanted = "transformer_2" if low > 0 else "transformer"
+    if second is None:
+        where = {"subfolder": wanted}
+        values = {"model": config.model.model_copy(update=where), "attention": AttentionConfig()}
+        try:
+            return pretrained_network(config.model_copy(update=values))
+        except InputError as error:
+            raise InputError(f"the other expert: {error.problem}", "give --second RUN") from None
+    checkpoint = find_checkpoint(second)
+    its_config = load_config(checkpoint / CONFIG)
+    if its_config.model.subfolder != wanted:
+        raise InputError(f"{checkpoint}: trained {its_config.model.subfolder}", f"give a {wanted}")
+    return saved_network(checkpoint / weights_folder(checkpoint, None), its_config)
 
 
 def sample_size(sample: SampleConfig, config: Config, codec: Codec, patch_size: Triple) -> Triple:
@@ -319,28 +300,39 @@ def sample_size(sample: SampleConfig, config: Config, codec: Codec, patch_size: 
     return codec.fit_size(parse_triple(sample.bucket or config.data.buckets[0]), patch_size)
 
 
-def sampling_shift(recipe: Recipe, codec: Codec, network: Network, bucket: Triple) -> float:
-    """Timestep shift for clips of `bucket` pixels.
+def sampling_sigmas(
+    recipe: Recipe, codec: Codec, network: Network, bucket: Triple, settings: SampleConfig, *,
+    alone: bool = True,
+) -> Tensor:  # fmt: skip
+    """Noise levels [S + 1] of our own sampler for clips of `bucket` pixels.
+
+    `alone` says that no second expert is at hand.
 
     Raises:
-        InputError: a model that this sampler cannot sample by itself.
+        InputError: a model that this sampler cannot sample by itself, or images for one that
+            takes none.
     """
-    if recipe.sigma_range != FULL_RANGE:
+    steps = settings.num_inference_steps
+    if settings.images and not network.takes_first_frame:
+        raise InputError(
+            f"sample.images: {network.name} has one timestep for all frames", "leave images out"
+        )
+    if alone and recipe.sigma_range != FULL_RANGE:
         low, high = recipe.sigma_range
         raise InputError(
             f"{network.name}: an expert for noise levels {low:g} to {high:g} cannot sample alone",
-            "load both experts into their diffusers pipeline",
+            "set data.codec.name=vae and call `megaslide sample`, which takes both experts",
         )
     if recipe.is_v_prediction:
         if has_pipeline(network, codec):
-            return 1.0
+            return sigma_schedule(steps, 1.0)
         raise InputError(
             f"{network.name}: v-prediction is sampled by the family's own pipeline, from latents "
             "of its own autoencoder",
             "set data.codec.name=vae, or load the transformer into a pipeline of your own",
         )
     voxels = math.prod(codec.latent_shape(bucket))
-    return recipe.shift(voxels // math.prod(network.patch_size))
+    return recipe.sampling_sigmas(steps, voxels // math.prod(network.patch_size))
 
 
 def has_pipeline(network: Network, codec: Codec) -> bool:
@@ -349,21 +341,30 @@ def has_pipeline(network: Network, codec: Codec) -> bool:
 
 
 def family_pipeline(
-    network: Network, recipe: Recipe, codec: Codec, model: StreamedModel, dtype: torch.dtype
-) -> FamilyPipeline | None:
-    """The family's own pipeline around `model`; None where the sampler here is used."""
+    network: Network, recipe: Recipe, codec: Codec, model: StreamedModel, dtype: torch.dtype,
+    partner: StreamedModel | None = None,
+) -> FamilyPipeline | None:  # fmt: skip
+    """The family's own pipeline around `model`; None where the sampler here is used.
+
+    `partner` is the other of two experts.
+    """
     if network.source is None or recipe.scheduler is None or not has_pipeline(network, codec):
         return None
+    low, high = recipe.sigma_range
+    experts = None
+    if partner is not None:
+        model, partner = (model, partner) if low > 0 else (partner, model)
+        experts = partner, low or high
     return FamilyPipeline(
-        network.name, family=network.family, model=model, dtype=dtype,
+        network.name, family=network.family, model=model, dtype=dtype, experts=experts,
         scheduler=recipe.sampling_scheduler, block=codec.block,
     )  # fmt: skip
 
 
-def forward_only(network: Network, dtype: torch.dtype) -> StreamedModel:
+def forward_only(network: Network, dtype: torch.dtype, offload: OffloadConfig) -> StreamedModel:
     """A saved network with frozen weights, read straight into the store."""
     model = network.build(dtype).requires_grad_(False).eval()
-    streamed = stream(model)
+    streamed = stream(model, device=chosen_device(offload))
     if network.weights is None:
         raise ValueError(f"{network.name} has no weights to load; give a saved network")
     streamed.load(network.weights)

@@ -75,6 +75,8 @@ class Trace:
         self._now = now
         self.spans: deque[Span] = deque(maxlen=capacity)
         self.counters: defaultdict[str, float] = defaultdict(float)
+        self.before_reading: list[Callable[[], None]] = []
+        """Called before anything is read: what a device has done is known only later."""
         self._lock = threading.Lock()
 
     @contextmanager
@@ -84,11 +86,14 @@ class Trace:
         try:
             yield
         finally:
-            end = self._now()
-            with self._lock:
-                self.spans.append(Span(lane, name, start, end, nbytes))
-                self.counters[f"{lane}_s"] += end - start
-                self.counters[f"{lane}_bytes"] += nbytes
+            self.add(lane, name, start, self._now(), nbytes)
+
+    def add(self, lane: str, name: str, start: float, end: float, nbytes: int = 0) -> None:
+        """Record a span whose times, of this trace's clock, somebody else has taken."""
+        with self._lock:
+            self.spans.append(Span(lane, name, start, end, nbytes))
+            self.counters[f"{lane}_s"] += end - start
+            self.counters[f"{lane}_bytes"] += nbytes
 
     def count(self, key: str, amount: float) -> None:
         with self._lock:
@@ -96,16 +101,19 @@ class Trace:
 
     def snapshot(self) -> dict[str, float]:
         """The counters and the time now; `summarize` two to get what happened between them."""
+        self._ask()
         with self._lock:
             return {**self.counters, f"{CLOCK}_s": self._now()}
 
     def between(self, start: float, end: float) -> list[Span]:
         """Spans that overlap the interval, oldest first."""
+        self._ask()
         with self._lock:
             return [s for s in self.spans if s.end > start and s.start < end]
 
     def save_chrome(self, path: Path) -> None:
         """Write the spans in the Trace Event Format that chrome://tracing and Perfetto open."""
+        self._ask()
         with self._lock:
             spans = list(self.spans)
         lanes = sorted({s.lane for s in spans})
@@ -128,3 +136,7 @@ class Trace:
             for i, lane in enumerate(lanes)
         ]
         path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": names + events}))
+
+    def _ask(self) -> None:
+        for collect in self.before_reading:
+            collect()

@@ -80,7 +80,7 @@ def test_samples(prepared: Path, dataset: LatentDataset) -> None:
     text, mask = HashedNgramEncoder(16, 6).encode([sample.caption])
     assert torch.equal(sample.text, text[0])
     assert torch.equal(sample.mask, mask[0])
-    empty, empty_mask = dataset.empty_text()
+    empty, empty_mask = dataset.empty_text().values()
     expected, expected_mask = HashedNgramEncoder(16, 6).encode([""])
     assert torch.equal(empty, expected[0])
     assert torch.equal(empty_mask, expected_mask[0])

@@ -163,8 +163,9 @@ def test_missing_caption_policies(tmp_path: Path) -> None:
     report = prepare(config(tmp_path, missing_caption="empty"))
     assert (report.clips, report.reused) == (2, 1)
     dataset = LatentDataset(tmp_path / "cache")
-    assert torch.equal(dataset[1].text, dataset.empty_text()[0])
-    assert torch.equal(dataset[1].mask, dataset.empty_text()[1])
+    text, mask = dataset.empty_text().values()
+    assert torch.equal(dataset[1].text, text)
+    assert torch.equal(dataset[1].mask, mask)
 
 
 def test_resampling_says_rates_and_counts(tmp_path: Path) -> None:

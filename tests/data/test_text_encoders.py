@@ -70,6 +70,34 @@ def test_embeddings_are_those_of_the_pipeline(transformer: str, tmp_path: Path) 
     assert not text[~mask].any()
 
 
+@torch.no_grad()
+def test_hunyuan_embeddings_are_those_of_the_pipeline(tmp_path: Path) -> None:
+    import diffusers
+
+    (tmp_path / "transformer").mkdir()
+    config = {"_class_name": "HunyuanVideoTransformer3DModel"}
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
+    tokenizer, llama, tokenizer_2, clip = tiny_pipelines.write_hunyuan_text(tmp_path)
+    stock = diffusers.HunyuanVideoPipeline(
+        text_encoder=llama, tokenizer=tokenizer, text_encoder_2=clip, tokenizer_2=tokenizer_2,
+        transformer=None, vae=None, scheduler=None,
+    )  # fmt: skip
+    expected, expected_pooled, attended = stock.encode_prompt(CAPTIONS)
+    encoder = encoder_of(tmp_path)
+    text, mask = encoder.encode(CAPTIONS)
+    pooled = encoder.pooled(CAPTIONS)
+    assert (encoder.dim, encoder.pooled_dim) == (tiny.TEXT, tiny.POOLED)
+    assert text.shape == (4, 256, tiny.TEXT)
+    assert torch.equal(mask, attended.bool())
+    assert mask.sum(1).tolist() == [11, 3, 1, 256], "words, and the token that ends the template"
+    assert encoder.count_tokens(CAPTIONS[1]) == 3
+    torch.testing.assert_close(text, expected * attended[..., None], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(pooled, expected_pooled, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(pooled[0], pooled[1])
+    settings = encoder.settings()
+    assert json.loads(json.dumps(settings)) == settings
+
+
 def test_captions_are_cut_and_counted(tmp_path: Path) -> None:
     write(tmp_path, "WanTransformer3DModel", "UMT5")
     encoder = encoder_of(tmp_path, max_length=8)
@@ -129,6 +157,8 @@ def test_what_cannot_encode_is_refused(tmp_path: Path) -> None:
     assert "how the pipeline of Unheard encodes text is not known" in refusal(tmp_path)
     transformer.unlink()
     assert "model_index.json: No such file" in refusal(tmp_path)
+    transformer.write_text('{"_class_name": "HunyuanVideoTransformer3DModel"}')
+    assert "text_encoder_2: no such folder" in refusal(tmp_path)
     (tmp_path / "text_encoder").rename(tmp_path / "elsewhere")
     absent = refusal(tmp_path)
     assert "text_encoder: no such folder" in absent

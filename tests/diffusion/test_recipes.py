@@ -1,5 +1,6 @@
 """What a published scheduler says about training, against that scheduler itself."""
 
+import json
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from megaslide.config import TrainConfig
 from megaslide.diffusion.objectives import FlowMatching, shift_sigmas
 from megaslide.diffusion.recipes import Recipe, expert_range, scheduler_shift
+from megaslide.diffusion.samplers import sigma_schedule
 from megaslide.diffusion.v_prediction import VPrediction
 from megaslide.errors import InputError
 
@@ -48,6 +50,39 @@ def test_a_dynamic_shift_grows_with_the_clip(kind: Any, tokens: int, mu: float |
     scheduler.set_timesteps(sigmas=LINEAR, mu=expected)
     ours = shift_sigmas(torch.tensor(LINEAR), scheduler_shift(scheduler.config, tokens))
     torch.testing.assert_close(scheduler.sigmas[:-1], ours.float())
+
+
+def test_sampling_takes_the_noise_levels_of_the_published_scheduler() -> None:
+    """LTX's end at shift_terminal and Mochi's run backwards, which no shift could say."""
+    ltx = FlowMatchEulerDiscreteScheduler(**LTX, shift_terminal=0.1)
+    ltx.set_timesteps(sigmas=LINEAR, mu=1.5)
+    got = recipe_of(ltx).sampling_sigmas(10, 2560)
+    torch.testing.assert_close(got, ltx.sigmas)
+    assert got[-2].item() == pytest.approx(0.1)
+    mochi = FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
+    torch.testing.assert_close(
+        recipe_of(mochi).sampling_sigmas(10, 9), torch.tensor([*LINEAR, 0.0], dtype=torch.float32)
+    )
+    plain = recipe_of(FlowMatchEulerDiscreteScheduler(**LTX), shift=3.0).sampling_sigmas(10, 2560)
+    torch.testing.assert_close(plain, sigma_schedule(10, 3.0))
+    wan = UniPCMultistepScheduler(use_flow_sigmas=True, flow_shift=5.0)
+    torch.testing.assert_close(recipe_of(wan).sampling_sigmas(10, 9), sigma_schedule(10, 5.0))
+    with pytest.raises(ValueError, match="steps=0"):
+        recipe_of(ltx).sampling_sigmas(0, 9)
+
+
+def test_cosmos_noise_levels_are_karras_and_end_above_zero() -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
+    got = recipe_of(scheduler).sampling_sigmas(5, 9).double()
+    s = [(80 ** (1 / 7) + i / 4 * (0.002 ** (1 / 7) - 80 ** (1 / 7))) ** 7 for i in range(5)]
+    expected = torch.tensor([x / (1 + x) for x in [*s, s[-1]]], dtype=torch.float64)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-9)
+
+
+def recipe_of(scheduler: Any, **changes: Any) -> Recipe:
+    """Of a scheduler as its scheduler_config.json has it."""
+    values = json.loads(scheduler.to_json_string())
+    return Recipe(train=TrainConfig(**changes), scheduler=values)
 
 
 def test_the_configs_shift_comes_first_and_a_new_model_has_none() -> None:

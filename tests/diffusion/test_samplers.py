@@ -71,7 +71,7 @@ def test_the_model_is_called_at_exactly_these_timesteps() -> None:
     """diffusers alone, at shift 5 and 10 steps, would end at 24.4 where the grid has 357.1."""
     model = Recorder()
     sample_latents(
-        model, SHAPE, steps=10, guidance_scale=1, shift=5.0, generator=generator(),
+        model, SHAPE, sigmas=sigma_schedule(10, 5.0), guidance_scale=1, generator=generator(),
         conditioning=text_of(3),
     )  # fmt: skip
     seen = torch.stack([timestep for _, timestep in model.calls])
@@ -86,8 +86,8 @@ def test_the_model_is_called_at_exactly_these_timesteps() -> None:
 def test_equals_an_euler_loop_written_by_hand(scale: float, steps: int, shift: float) -> None:
     model = Recorder()
     latents = sample_latents(
-        model, SHAPE, steps=steps, guidance_scale=scale, shift=shift, generator=generator(5),
-        conditioning=text_of(3, 1.0), negative=text_of(3, -0.5),
+        model, SHAPE, sigmas=sigma_schedule(steps, shift), guidance_scale=scale,
+        generator=generator(5), conditioning=text_of(3, 1.0), negative=text_of(3, -0.5),
     )  # fmt: skip
     noise = torch.randn(SHAPE, generator=generator(5)).numpy()
     expected = euler_by_hand(noise, steps, shift, scale, 1.0, -0.5)
@@ -111,7 +111,7 @@ def test_exact_velocity_of_a_gaussian_gives_its_moments() -> None:
 
     def error(steps: int) -> float:
         latents = sample_latents(
-            exact, (2, 4, 4, 8, 8), steps=steps, guidance_scale=1, shift=3.0,
+            exact, (2, 4, 4, 8, 8), sigmas=sigma_schedule(steps, 3.0), guidance_scale=1,
             generator=generator(2), conditioning={},
         )  # fmt: skip
         target = m + c * torch.randn(2, 4, 4, 8, 8, generator=generator(2))
@@ -127,7 +127,7 @@ def test_bf16_predictions_do_not_round_the_latents() -> None:
     kept = []
     model = Recorder(torch.bfloat16)
     latents = sample_latents(
-        model, SHAPE, steps=8, guidance_scale=2, shift=1, generator=generator(),
+        model, SHAPE, sigmas=sigma_schedule(8, 1), guidance_scale=2, generator=generator(),
         conditioning=text_of(3), negative=text_of(3, 0.0),
         progress=lambda done, total: kept.append((done, total)),
     )  # fmt: skip
@@ -142,7 +142,7 @@ def test_no_negative_or_scale_one_is_one_pass() -> None:
     for options in ({"negative": None}, {"negative": {}}):
         model = Recorder()
         sample_latents(
-            model, SHAPE, steps=2, guidance_scale=5, shift=1, generator=generator(),
+            model, SHAPE, sigmas=sigma_schedule(2, 1), guidance_scale=5, generator=generator(),
             conditioning=text_of(3), **options,
         )  # fmt: skip
         assert {len(hidden) for hidden, _ in model.calls} == {3}
@@ -151,7 +151,7 @@ def test_no_negative_or_scale_one_is_one_pass() -> None:
 def test_one_generator_per_sample_makes_samples_independent_of_the_batch() -> None:
     def sample(seeds: list[int]) -> Tensor:
         return sample_latents(
-            Recorder(), (len(seeds), *SHAPE[1:]), steps=3, guidance_scale=1, shift=1,
+            Recorder(), (len(seeds), *SHAPE[1:]), sigmas=sigma_schedule(3, 1), guidance_scale=1,
             generator=[generator(seed) for seed in seeds], conditioning=text_of(len(seeds)),
         )  # fmt: skip
 
@@ -163,13 +163,13 @@ def test_one_generator_per_sample_makes_samples_independent_of_the_batch() -> No
 def test_global_randomness_is_neither_used_nor_changed() -> None:
     before = torch.random.get_rng_state()
     first = sample_latents(
-        Recorder(), SHAPE, steps=2, guidance_scale=1, shift=1, generator=generator(),
+        Recorder(), SHAPE, sigmas=sigma_schedule(2, 1), guidance_scale=1, generator=generator(),
         conditioning=text_of(3),
     )  # fmt: skip
     assert torch.equal(torch.random.get_rng_state(), before)
     torch.manual_seed(99)
     again = sample_latents(
-        Recorder(), SHAPE, steps=2, guidance_scale=1, shift=1, generator=generator(),
+        Recorder(), SHAPE, sigmas=sigma_schedule(2, 1), guidance_scale=1, generator=generator(),
         conditioning=text_of(3),
     )  # fmt: skip
     assert torch.equal(first, again)
@@ -184,7 +184,7 @@ def test_conditioning_that_is_no_tensor_is_passed_through() -> None:
 
     both = {"mask": None, "num_frames": 8}
     sample_latents(
-        model, SHAPE, steps=1, guidance_scale=2, shift=1, generator=generator(),
+        model, SHAPE, sigmas=sigma_schedule(1, 1), guidance_scale=2, generator=generator(),
         conditioning=both, negative=dict(both),
     )  # fmt: skip
     assert seen == [(None, 8, 6)]
@@ -193,8 +193,6 @@ def test_conditioning_that_is_no_tensor_is_passed_through() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": 0}, "steps=0"),
-        ({"shift": 0.0}, "shift=0.0"),
         ({"generator": [generator()]}, "1 generators for a batch of 3"),
         ({"negative": {"encoder_hidden_states": torch.ones(3, 5, 8)}}, "same keys"),
         ({"negative": {**text_of(3), "encoder_attention_mask": None}}, "None in negative"),
@@ -203,11 +201,42 @@ def test_conditioning_that_is_no_tensor_is_passed_through() -> None:
 )
 def test_bad_arguments_say_what_is_accepted(change: dict, message: str) -> None:
     arguments = {
-        "steps": 2, "guidance_scale": 2.0, "shift": 1.0, "generator": generator(),
+        "sigmas": sigma_schedule(2, 1.0), "guidance_scale": 2.0, "generator": generator(),
         "conditioning": text_of(3), "negative": text_of(3),
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         sample_latents(Recorder(), SHAPE, **{**arguments, **change})
+
+
+@pytest.mark.parametrize(("change", "message"), [((0, 1.0), "steps=0"), ((2, 0.0), "shift=0.0")])
+def test_schedules_that_are_none_are_refused(change: tuple[int, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sigma_schedule(*change)
+
+
+def test_a_given_frame_stays_and_has_time_zero() -> None:
+    """By hand: the other frames move by what the model says of them, and it sees the given one."""
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    def model(hidden_states: Tensor, timestep: Tensor) -> Tensor:
+        calls.append((hidden_states.clone(), timestep.clone()))
+        return 0.5 * hidden_states + hidden_states[:, :, :1]
+
+    first = torch.full((SHAPE[0], SHAPE[1], 1, *SHAPE[3:]), 2.0)
+    sigmas = torch.tensor([0.9, 0.4, 0.1])
+    latents = sample_latents(
+        model, SHAPE, sigmas=sigmas, guidance_scale=1, generator=generator(7), conditioning={},
+        first_frame=first,
+    )  # fmt: skip
+    expected = 0.9 * torch.randn(SHAPE, generator=generator(7))
+    for number, (now, after) in enumerate([(0.9, 0.4), (0.4, 0.1)]):
+        seen, times = calls[number]
+        assert torch.equal(seen[:, :, :1], first)
+        assert not times[:, 0].any()
+        torch.testing.assert_close(times[:, 1:], torch.full_like(times[:, 1:], 1000 * now))
+        expected = expected + (after - now) * (0.5 * expected + 2)
+    assert torch.equal(latents[:, :, :1], first)
+    torch.testing.assert_close(latents[:, :, 1:], expected[:, :, 1:] / 0.9)
 
 
 def test_missing_diffusers_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +250,6 @@ def test_missing_diffusers_names_the_install_command(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(builtins, "__import__", without_diffusers)
     with pytest.raises(ImportError, match=r"pip install 'megaslide\[train\]'"):
         sample_latents(
-            Recorder(), SHAPE, steps=1, guidance_scale=1, shift=1, generator=generator(),
+            Recorder(), SHAPE, sigmas=sigma_schedule(1, 1), guidance_scale=1, generator=generator(),
             conditioning=text_of(3),
         )  # fmt: skip

@@ -4,6 +4,7 @@ The oracle is the real class, called here the way the pipeline's denoising loop 
 times laid out by explicit loops, and diffusers' own schedulers where time runs differently.
 """
 
+import json
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
+from megaslide.config import TrainConfig
 from megaslide.diffusion.objectives import predicted_latents
-from megaslide.diffusion.samplers import sample_latents
+from megaslide.diffusion.recipes import Recipe
+from megaslide.diffusion.samplers import sample_latents, sigma_schedule
 from megaslide.errors import InputError
 from megaslide.models.network import FamilyDenoiser
 from megaslide.models.pretrained import family_of
@@ -94,6 +97,26 @@ def test_ltx_takes_tokens_frame_by_frame_and_positions_in_seconds() -> None:
     assert not torch.equal(call(other, latents, 1000 * SIGMAS, **TEXT), got)
 
 
+def test_ltxs_given_frame_has_time_zero_as_in_image_to_video() -> None:
+    """The mask of the pipeline's `prepare_latents` in its denoising loop."""
+    from diffusers import LTXImageToVideoPipeline
+
+    model, denoiser = pair("ltx")
+    latents, pack = tiny.video(), LTXImageToVideoPipeline._pack_latents
+    mask = torch.zeros(B, 1, T, H, W)
+    mask[:, :, 0] = 1
+    timestep = (1000 * SIGMAS).unsqueeze(-1) * (1 - pack(mask, 1, 1).squeeze(-1))
+    expected = call(
+        model, pack(latents, 1, 1), zeroed(tiny.text()), timestep, tiny.text_mask(), T, H, W,
+        (8 / 25, 32, 32), return_dict=False,
+    )  # fmt: skip
+    times = 1000 * SIGMAS[:, None].repeat(1, T)
+    times[:, 0] = 0
+    got = call(denoiser, latents, times, **TEXT)
+    assert torch.equal(pack(got, 1, 1), expected)
+    assert not torch.allclose(got, call(denoiser, latents, 1000 * SIGMAS, **TEXT))
+
+
 @pytest.mark.parametrize("edm_sigma", [0.02, 0.7, 5.0, 80.0])
 def test_cosmos_predicts_the_x0_of_its_pipeline(edm_sigma: float) -> None:
     model, denoiser = pair("cosmos2")
@@ -107,6 +130,54 @@ def test_cosmos_predicts_the_x0_of_its_pipeline(edm_sigma: float) -> None:
     velocity = call(denoiser, x * (1 - t), 1000 * t.expand(B), **TEXT)
     got = predicted_latents(x * (1 - t), velocity, t.expand(B))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cosmos2", "cosmos2-v2w"])
+def test_cosmos_samples_as_its_pipelines_do(name: str) -> None:
+    """Their loops in EDM's terms, with diffusers' scheduler, against our sampler.
+
+    Their guidance adds to the conditional prediction: their 3 is our 4.
+    """
+    model, denoiser = pair(name, fps=16)
+    given = name == "cosmos2-v2w"
+    first = tiny.random(B, C, 1, H, W, seed=8)
+    scheduler = FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
+    scheduler.register_to_config(sigma_max=80.0, sigma_min=0.002)
+    scheduler.set_timesteps(sigmas=torch.linspace(0, 1, 4).tolist())
+    scheduler.sigmas[-1] = scheduler.sigmas[-2]
+    indicator = torch.zeros(1, 1, T, 1, 1)
+    indicator[:, :, 0] = float(given)
+    conditioned = first * indicator
+    x = 80 * torch.randn((B, C, T, H, W), generator=torch.Generator().manual_seed(5))
+    for i, step in enumerate(scheduler.timesteps):
+        s = scheduler.sigmas[i]
+        t = s / (s + 1)
+        options: dict[str, Any] = {"fps": 16, "padding_mask": torch.zeros(1, 1, 1, 1)}
+        z, time = x * (1 - t), t.expand(B)
+        if given:
+            z = indicator * conditioned + (1 - indicator) * z
+            time = indicator * (1e-4 / 1.0001) + (1 - indicator) * t
+            time = time.expand(B, -1, -1, -1, -1)
+            options["condition_mask"] = indicator.expand(B, 1, T, H, W)
+        x0 = []
+        for text in (zeroed(tiny.text()), zeroed(tiny.text(seed=6))):
+            raw = call(model, z, time, padded(text, 512), return_dict=False, **options)
+            clean = (1 - t) * x - t * raw
+            x0.append(indicator * conditioned + (1 - indicator) * clean)
+        guided = x0[0] + 3 * (x0[0] - x0[1])
+        x = scheduler.step((x - guided) / s, step, x, return_dict=False)[0]
+    values = json.loads(FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True).to_json_string())
+    got = sample_latents(
+        denoiser, (B, C, T, H, W), guidance_scale=4.0, conditioning=TEXT,
+        sigmas=Recipe(train=TrainConfig(), scheduler=values).sampling_sigmas(4, 99),
+        negative={**TEXT, "encoder_hidden_states": tiny.text(seed=6)},
+        first_frame=first if given else None, generator=torch.Generator().manual_seed(5),
+    )  # fmt: skip
+    frames = slice(1, None) if given else slice(None)
+    scale = x.abs().max().item()
+    torch.testing.assert_close(got[:, :, frames], x[:, :, frames], rtol=1e-4, atol=1e-4 * scale)
+    if given:
+        assert torch.equal(got[:, :, :1], first)
 
 
 def test_cosmos_is_told_which_frames_are_given() -> None:
@@ -139,7 +210,8 @@ def test_hunyuan_gets_its_guidance_times_1000_and_the_pooled_text() -> None:
     )  # fmt: skip
     got = call(denoiser, latents, 1000 * SIGMAS, pooled_projections=pooled, **TEXT)
     assert torch.equal(got, expected)
-    assert family_of(type(model).__name__).needs_pooled_text
+    assert denoiser.family.pooled_dim == tiny.POOLED
+    assert pair("wan")[1].family.pooled_dim is None
 
 
 @pytest.mark.parametrize(
@@ -186,7 +258,7 @@ def test_mochi_is_integrated_as_its_own_scheduler_does() -> None:
         out = call(model, latents, text, t.expand(B), mask, return_dict=False)
         latents = scheduler.step(out, t, latents, return_dict=False)[0]
     got = sample_latents(
-        denoiser, shape, steps=4, guidance_scale=1.0, shift=1.0, conditioning=TEXT,
+        denoiser, shape, sigmas=sigma_schedule(4, 1.0), guidance_scale=1.0, conditioning=TEXT,
         generator=torch.Generator().manual_seed(5),
     )  # fmt: skip
     torch.testing.assert_close(got, latents, rtol=1e-5, atol=1e-5)
@@ -202,6 +274,8 @@ def test_variants_that_need_other_inputs_are_refused() -> None:
         CogVideoX({"in_channels": 32, "out_channels": 16})
     with pytest.raises(InputError, match="Cosmos 1"):
         Cosmos({"in_channels": 16, "out_channels": 16, "extra_pos_embed_type": "learnable"})
+    with pytest.raises(InputError, match="'token_replace' is image-to-video"):
+        family_of("HunyuanVideoTransformer3DModel")(tiny.MODELS["hunyuan-token-replace"].config)
     with pytest.raises(InputError, match="LatteTransformer3DModel: how this family is trained"):
         family_of("LatteTransformer3DModel")
 

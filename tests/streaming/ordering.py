@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megaslide.streaming import lanes, model, optimizer
-from megaslide.streaming.lanes import NOTHING, Event, Lane, copy_bytes
+from megaslide.streaming.lanes import NOTHING, Event, Lane
 
 Clock = Counter[str]
 
@@ -124,21 +124,20 @@ class OrderedTransfer:
         self._inner, self._log = inner, log
         self.device, self.memory, self.lanes = inner.device, inner.memory, inner.lanes
         self.trace = inner.trace
-        exclude = self.memory.exclude
-
-        def noticed(region: torch.Tensor) -> None:
-            log.add_host(region)
-            exclude(region)
-
-        self.memory.exclude = noticed
 
     def allocate(self, nbytes: int, kind: str) -> torch.Tensor:
         region = self._inner.allocate(nbytes, kind)
         self._log.arenas.append(region)  # no later tensor takes its address
         return region
 
+    def adopt(self, region: torch.Tensor) -> None:
+        self._log.add_host(region)
+        self._inner.adopt(region)
+
     def host(self, nbytes: int) -> torch.Tensor:
-        return self._inner.host(nbytes)
+        region = self._inner.host(nbytes)
+        self._log.add_host(region)
+        return region
 
     def h2d(self, target: Any, source: Callable[[], Any], after: Any, name: str) -> Event:
         op = self._log.issue("h2d", after)
@@ -152,14 +151,15 @@ class OrderedTransfer:
 
         return self._log.stamp(self._inner.h2d(target, noticed, after, name), op[1])
 
-    def d2h(
-        self, target: Any, source: Any, after: Any, name: str, *, land: Any = copy_bytes
-    ) -> Event:
+    def d2h(self, target: Any, source: Any, after: Any, name: str, *, land: Any = None) -> Event:
         op = self._log.issue("d2h", after)
         self._log.touch("d2h", op, source, False, f"fetch {name}")
         if target.nbytes and self._log.is_host(target):
             self._log.touch("d2h", op, target, True, f"land {name}")
         return self._log.stamp(self._inner.d2h(target, source, after, name, land=land), op[1])
+
+    def computing(self, name: str) -> Any:
+        return self._inner.computing(name)
 
     def record(self) -> Event:
         return self._log.stamp(self._inner.record(), self._log.issue("compute", {})[1])
@@ -221,7 +221,7 @@ def ordered(patch: pytest.MonkeyPatch, skip: str | None = None) -> Iterator[Orde
     """Within, `megaslide.stream` is watched; `skip` names the wait to leave out."""
     log = OrderLog(skip)
     original_wait, original_submit = Event.wait, Lane.submit
-    main, backend, original_adamw = threading.main_thread(), model.CpuTransfer, optimizer.adamw_
+    main, opened, original_adamw = threading.main_thread(), model.open_transfer, optimizer.adamw_
 
     def wait(event: Event, why: str) -> None:
         if threading.current_thread() is main and not getattr(_thread, "counted", False):
@@ -229,9 +229,11 @@ def ordered(patch: pytest.MonkeyPatch, skip: str | None = None) -> Iterator[Orde
         if why != skip:
             original_wait(event, why)
 
-    def submit(lane: Lane, work: Any, name: str, *, after: Any = NOTHING, nbytes: int = 0) -> Event:
+    def submit(
+        lane: Lane, work: Any, name: str, *, after: Any = NOTHING, nbytes: int = 0, done: Any = None
+    ) -> Event:
         if lane.name in ("h2d", "d2h"):
-            return original_submit(lane, work, name, after=after, nbytes=nbytes)
+            return original_submit(lane, work, name, after=after, nbytes=nbytes, done=done)
         op = log.issue(lane.name, after)
 
         def noticed() -> None:
@@ -249,7 +251,7 @@ def ordered(patch: pytest.MonkeyPatch, skip: str | None = None) -> Iterator[Orde
     patch.setattr(lanes.Event, "wait", wait)
     patch.setattr(lanes.Lane, "submit", submit)
     patch.setattr(optimizer, "adamw_", adamw)
-    patch.setattr(model, "CpuTransfer", lambda *a, **k: OrderedTransfer(backend(*a, **k), log))
+    patch.setattr(model, "open_transfer", lambda options: OrderedTransfer(opened(options), log))
     with _Compute(log):
         yield log
     patch.undo()

@@ -10,6 +10,8 @@ import toys
 
 from megaslide.streaming import TransferHooks, stream
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 ADAMW = {"lr": 3e-3, "weight_decay": 0.1}
 HOOKS = TransferHooks(max_delay_s=0.001, poison=True)
 AWAY = ("host", "disk")
@@ -35,6 +37,7 @@ def test_training_is_bit_equal_wherever_activations_wait(
 
 
 @pytest.mark.parametrize("where", AWAY)
+@pytest.mark.cpu_backend
 def test_device_holds_a_few_blocks_inputs_whatever_the_depth(where: str) -> None:
     def peak(place: str, depth: int) -> int:
         streamed = stream(toys.net(dim=64, depth=depth), activations=place)
@@ -51,6 +54,7 @@ def test_device_holds_a_few_blocks_inputs_whatever_the_depth(where: str) -> None
     assert peak("device", 14) - peak(where, 14) > 9 * boundary
 
 
+@pytest.mark.cpu_backend
 def test_a_slow_link_bounds_memory_not_the_results() -> None:
     def run(**options: Any) -> tuple[int, float]:
         streamed = stream(toys.net(dim=16, depth=24), activations="host", **options)

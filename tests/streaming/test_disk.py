@@ -24,6 +24,8 @@ from megaslide.streaming.memory import host_memory
 from megaslide.streaming.staging import WeightsAhead
 from megaslide.tracing import Trace
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 POISON = TransferHooks(max_delay_s=0.001, poison=True)
 
 

@@ -13,6 +13,8 @@ from megaslide.streaming.layout import find_blocks
 from megaslide.streaming.memory import DeviceMemory
 from megaslide.tracing import Trace
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 POISON = TransferHooks(max_delay_s=0.001, poison=True)
 
 
@@ -55,6 +57,7 @@ def test_model_weights_leave_the_module() -> None:
     assert sum(p.numel() for p in model.parameters()) == streamed.num_parameters
 
 
+@pytest.mark.cpu_backend
 def test_device_memory_counts_arenas_and_activations() -> None:
     streamed = stream(toys.net(dim=64, depth=8))
     (x, c, y), *_ = toys.batches(1)
@@ -176,10 +179,21 @@ def test_bad_options_are_refused() -> None:
         stream(toys.net(), micro_batch_size=0)
     with pytest.raises(ValueError, match="float32 or bfloat16"):
         stream(toys.net().half())
-    with pytest.raises(RuntimeError, match="no transfer backend"):
-        stream(toys.net(), device="meta")
     with pytest.raises(RuntimeError, match="ema_decay"), stream(toys.net()).use_ema():
         pass
+
+
+@pytest.mark.cpu_backend
+def test_devices_that_are_not_there_are_refused() -> None:
+    for device, message in (
+        ("meta", "'meta' is none that torch knows"),
+        ("cuda", "finds no device 'cuda' on this machine; use device='cpu'"),
+    ):
+        if device == "meta" or not torch.cuda.is_available():
+            with pytest.raises(RuntimeError, match=message):
+                stream(toys.net(), device=device)
+    with pytest.raises(ValueError, match="need device='cpu', not cuda"):
+        stream(toys.net(), device="cuda", link_gb_s=1)
 
 
 def test_failed_copy_is_reported_not_swallowed() -> None:

@@ -12,6 +12,8 @@ from torch import nn
 
 from megaslide.streaming import NonFiniteGradientError, TransferHooks, stream
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 ADAMW = {"lr": 3e-3, "weight_decay": 0.1}
 HOOKS = TransferHooks(max_delay_s=0.001, poison=True)
 DIM = 6

@@ -12,6 +12,8 @@ from torch import nn
 
 from megaslide.streaming import NonFiniteGradientError, TransferHooks, stream
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 ADAMW = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-7}
 JITTER = [TransferHooks(max_delay_s=0.002, seed=seed, poison=True) for seed in range(3)]
 

@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, given, settings
 
 from megaslide.streaming import TransferHooks, stream
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 STEPS, BATCH = 3, 4
 AXES = {
     "slots": st.integers(2, 5),

@@ -15,6 +15,8 @@ from ordering import ordered
 
 from megaslide.streaming import TransferHooks, stream
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 WAITS = (
     "slot loaded",
     "slot free",

@@ -7,6 +7,8 @@ from plain_adamw import PlainAdamW
 from torch import nn
 
 Tensor = torch.Tensor
+DEVICE = "cpu"
+"""Where models of comparison and data are; the fixture `backend` sets it."""
 
 
 class Block(nn.Module):
@@ -51,13 +53,17 @@ def batches(count: int, size: int = 4, seed: int = 1) -> list[tuple[Tensor, Tens
     """`count` batches of (x [B, 7, 5], c [B, 3], target [B, 7, 2])."""
     g = torch.Generator().manual_seed(seed)
     shapes = ((size, 7, 5), (size, 3), (size, 7, 2))
-    return [tuple(torch.randn(s, generator=g) for s in shapes) for _ in range(count)]  # type: ignore[misc]
+    return [
+        tuple(torch.randn(s, generator=g).to(DEVICE) for s in shapes)  # type: ignore[misc]
+        for _ in range(count)
+    ]
 
 
 def train_plain(
     model: nn.Module, data: list[Any], *, max_grad_norm: float | None = 1.0, **adamw: Any
 ) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of the loop everybody writes."""
+    """Losses and gradient norms of the loop everybody writes; `model` is moved to the device."""
+    model.to(DEVICE)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = PlainAdamW(parameters, **adamw)
     losses, norms = [], []

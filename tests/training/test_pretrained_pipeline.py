@@ -56,6 +56,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pipeline": "MochiPipeline", "vae": "AutoencoderKLMochi", "text": ("T5", tiny.TEXT),
         "scheduler": {**FLOW, "shift": 1.0, "invert_sigmas": True},
     },
+    "hunyuan": {
+        "pipeline": "HunyuanVideoPipeline", "vae": "AutoencoderKLHunyuanVideo",
+        "text": ("Llama", tiny.TEXT), "scheduler": {**FLOW, "shift": 7.0},
+    },
 }  # fmt: skip
 PROMPT = "digit 3 moves left"
 
@@ -72,7 +76,10 @@ def write_pipeline(folder: Path, name: str) -> Path:
     tiny.write_pipeline(folder, name)
     tiny_pipelines.write_vae(folder, family["vae"])
     kind, width = family["text"]
-    tiny_pipelines.write_text(folder, kind=kind, width=width)
+    if kind == "Llama":
+        tiny_pipelines.write_hunyuan_text(folder)
+    else:
+        tiny_pipelines.write_text(folder, kind=kind, width=width)
     tiny_pipelines.write_scheduler(folder, family["scheduler"])
     return folder
 
@@ -92,13 +99,16 @@ def configure(root: Path, clips: Path, **changes: Any) -> Config:
         "train.train_batch_size": 2,
         "sample.num_inference_steps": 3,
         "sample.guidance_scale": 2.5,
+        "model.guidance": 4.5,
         "log.log_every": 1,
         "log.report_to": "none",
     } | {key.replace("__", "."): value for key, value in changes.items()}
     return load_config(None, [f"{key}={value}" for key, value in values.items()])
 
 
-def stock_sample(root: Path, name: str, checkpoint: Path, size: tuple[int, int, int]) -> Any:
+def stock_sample(
+    root: Path, name: str, checkpoint: Path, size: tuple[int, int, int], **parts: Any
+) -> Any:
     """uint8 [T, H, W, 3] by diffusers alone."""
     import diffusers
     import transformers
@@ -108,14 +118,17 @@ def stock_sample(root: Path, name: str, checkpoint: Path, size: tuple[int, int, 
     transformer = getattr(diffusers, tiny.MODELS[name].class_name)
     scheduler = getattr(diffusers, family["scheduler"]["_class_name"])
     vae = getattr(diffusers, family["vae"]).from_pretrained(folder, subfolder="vae")
-    encoder = getattr(transformers, f"{kind}EncoderModel")
+    encoders = {"": "LlamaModel", "_2": "CLIPTextModel"}
+    text: dict[str, Any] = {}
+    for suffix, cls in (encoders if kind == "Llama" else {"": f"{kind}EncoderModel"}).items():
+        encoder, tokenizer = folder / f"text_encoder{suffix}", folder / f"tokenizer{suffix}"
+        text[encoder.name] = getattr(transformers, cls).from_pretrained(encoder)
+        text[tokenizer.name] = transformers.AutoTokenizer.from_pretrained(tokenizer)
     pipeline = getattr(diffusers, family["pipeline"])(
-        transformer=transformer.from_pretrained(checkpoint, subfolder="transformer"),
-        vae=vae,
-        text_encoder=encoder.from_pretrained(folder / "text_encoder"),
-        tokenizer=transformers.AutoTokenizer.from_pretrained(folder / "tokenizer"),
-        scheduler=scheduler.from_pretrained(folder, subfolder="scheduler"),
-    )
+        transformer=transformer.from_pretrained(checkpoint, subfolder="transformer"), vae=vae,
+        scheduler=scheduler.from_pretrained(folder, subfolder="scheduler"), **text,
+        **parts,
+    )  # fmt: skip
     pipeline.set_progress_bar_config(disable=True)
     frames, height, width = size
     bt, bh, bw = tiny_pipelines.BLOCKS[family["vae"]]
@@ -128,7 +141,8 @@ def stock_sample(root: Path, name: str, checkpoint: Path, size: tuple[int, int, 
     kind = "latent" if name == "mochi" else "np"
     video = pipeline(
         PROMPT, negative_prompt="", height=height, width=width, num_frames=frames, latents=noise,
-        num_inference_steps=3, guidance_scale=2.5, output_type=kind, return_dict=False,
+        num_inference_steps=3, guidance_scale=4.5 if name == "hunyuan" else 2.5,
+        output_type=kind, return_dict=False,
         **({"max_sequence_length": LENGTHS[name]} if name in LENGTHS else {}),
     )[0]  # fmt: skip
     if name == "mochi":  # its pipeline decodes 12 channels only
@@ -151,7 +165,7 @@ def test_prepare_train_and_sample_as_the_stock_pipeline(
 ) -> None:
     written: list[Any] = []
     monkeypatch.setattr(
-        "megaslide.sampling.write_video", lambda path, frames, fps: (
+        "megaslide.data.samples.write_video", lambda path, frames, fps: (
             written.append(frames), path.write_bytes(b"video"))
     )  # fmt: skip
     write_pipeline(tmp_path / "pipeline", name)
@@ -168,6 +182,104 @@ def test_prepare_train_and_sample_as_the_stock_pipeline(
     assert expected.std() > 1, "a grey clip would prove nothing"
     difference = np.abs(written[0].astype(int) - expected.astype(int))
     assert difference.max() <= 1
+
+
+def test_two_experts_sample_as_the_stock_pipeline(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each trained for itself, at noise levels of its own; a boundary that both see."""
+    import diffusers
+
+    written: list[Any] = []
+    monkeypatch.setattr(
+        "megaslide.data.samples.write_video", lambda path, frames, fps: (
+            written.append(frames), path.write_bytes(b"video"))
+    )  # fmt: skip
+    folder = write_pipeline(tmp_path / "pipeline", "wan")
+    tiny.build("wan", seed=1).save_pretrained(folder / "transformer_2")
+    (folder / "model_index.json").write_text(json.dumps({"boundary_ratio": 0.875}))
+    runs = {}
+    for name in ("transformer", "transformer_2"):
+        where = {"output_dir": tmp_path / name, "model__subfolder": name}
+        config = configure(tmp_path, clips, optim__learning_rate=1e-2, **where)
+        prepare(config.data)
+        runs[name] = train(config).checkpoint
+
+    load = diffusers.WanTransformer3DModel.from_pretrained
+    for second in (None, runs["transformer_2"]):
+        sample_run(runs["transformer"], prompts=(PROMPT,), out=tmp_path / "a", second=second)
+        low = folder if second is None else second
+        low_noise = load(low, subfolder="transformer_2" if second is None else "transformer")
+        expected = stock_sample(
+            tmp_path, "wan", runs["transformer"], (9, 32, 64), transformer_2=low_noise,
+            boundary_ratio=0.875,
+        )  # fmt: skip
+        assert np.abs(written[-1].astype(int) - expected.astype(int)).max() <= 1
+    sample_run(runs["transformer_2"], prompts=(PROMPT,), out=tmp_path / "b",
+               second=runs["transformer"])  # fmt: skip
+    assert np.array_equal(written[-1], written[-2]), "in either order"
+    assert np.abs(written[0].astype(int) - written[1].astype(int)).max() > 1
+    with pytest.raises(InputError, match="trained transformer"):
+        sample_run(runs["transformer"], prompts=(PROMPT,), second=runs["transformer"])
+    (folder / "transformer_2").rename(folder / "elsewhere")
+    with pytest.raises(InputError, match=r"the other expert: .*transformer_2.*no such file"):
+        sample_run(runs["transformer"], prompts=(PROMPT,))
+
+
+def test_an_image_becomes_a_clip_as_the_stock_pipeline_makes_it(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import diffusers
+    import transformers
+    from PIL import Image
+
+    written: list[Any] = []
+    monkeypatch.setattr(
+        "megaslide.data.samples.write_video", lambda path, frames, fps: (
+            written.append(frames), path.write_bytes(b"video"))
+    )  # fmt: skip
+    folder = write_pipeline(tmp_path / "pipeline", "ltx")
+    # As the published one has it, 8x32x32 pixels to a voxel: positions are in pixels.
+    steps = (True, True, True, False)
+    scaling = {"spatio_temporal_scaling": steps, "decoder_spatio_temporal_scaling": steps}
+    tiny_pipelines.write_vae(folder, "AutoencoderKLLTXVideo", patch_size=4, **scaling)
+    config = configure(tmp_path, clips, train__first_frame="given")
+    prepare(config.data, patch_size=(1, 1, 1))
+    result = train(config)
+    pixels = (127.5 * (tiny_pipelines.frames(1, 32, 64)[0, :, 0] + 1)).round().byte()
+    Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(tmp_path / "first.png")
+    given = {"images": (str(tmp_path / "first.png"),)}
+    sample_run(result.checkpoint, prompts=(PROMPT,), out=tmp_path / "samples", settings=given)
+
+    vae = diffusers.AutoencoderKLLTXVideo.from_pretrained(folder, subfolder="vae")
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (MEAN, STD))
+    with torch.no_grad():
+        z = vae.encode(pixels[None, :, None].float() / 127.5 - 1).latent_dist.mode()
+    noise = torch.randn(1, tiny.C, 2, 1, 2, generator=prompt_generator(0, 0))
+    noise[:, :, :1] = (z - mean) / std * vae.config.scaling_factor
+    stock = diffusers.LTXImageToVideoPipeline(
+        transformer=diffusers.LTXVideoTransformer3DModel.from_pretrained(
+            result.checkpoint, subfolder="transformer"),
+        vae=vae, text_encoder=transformers.T5EncoderModel.from_pretrained(folder / "text_encoder"),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(
+            folder, subfolder="scheduler"),
+    )  # fmt: skip
+    stock.set_progress_bar_config(disable=True)
+    video = stock(
+        prompt=PROMPT, negative_prompt="", height=32, width=64, num_frames=9,
+        latents=noise.flatten(2).transpose(1, 2), num_inference_steps=3, guidance_scale=2.5,
+        output_type="np", return_dict=False,
+    )[0]  # fmt: skip
+    expected = np.round(video[0] * 255).astype(np.uint8)
+    assert expected.std() > 1
+    assert np.abs(written[0].astype(int) - expected.astype(int)).max() <= 1
+    other = {"images": given["images"] * 3}
+    with pytest.raises(InputError, match="3 images for 1 prompts"):
+        sample_run(result.checkpoint, prompts=(PROMPT,), out=tmp_path / "b", settings=other)
+    other = {"images": (str(tmp_path / "pipeline/model_index.png"),)}
+    with pytest.raises(InputError, match=r"model_index\.png: not an image"):
+        sample_run(result.checkpoint, prompts=(PROMPT,), out=tmp_path / "b", settings=other)
 
 
 def test_the_cache_holds_what_the_pipeline_would_feed_its_transformer(

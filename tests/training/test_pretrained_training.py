@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny_diffusers as tiny
+import tiny_pipelines
 import torch
 from plain_adamw import PlainAdamW
 from torch import nn
@@ -18,7 +19,7 @@ from megaslide.config import AttentionConfig, Config, load_config, save_config
 from megaslide.data.prepare import prepare
 from megaslide.data.sprites import write_sprites
 from megaslide.errors import InputError
-from megaslide.models.network import FamilyDenoiser, network_of
+from megaslide.models.network import FamilyDenoiser, network_of, pretrained_network
 from megaslide.models.pretrained import find_source
 from megaslide.models.pretrained.converted_folder import write_converted
 from megaslide.planning.run import plan_run
@@ -40,9 +41,14 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
         "snr_shift_scale": 1.0, "rescale_betas_zero_snr": True,
     },
     "mochi": {**FLOW, "invert_sigmas": True},
+    "skyreels": {"_class_name": "UniPCMultistepScheduler", "use_flow_sigmas": True},
+    "hunyuan": {**FLOW, "shift": 7.0},
 }  # fmt: skip
 TEXT_DIMS = {"cogvideox-rope": 8}
-CACHES = {"cogvideox-rope": "cache-of-other-text", "ltx": "cache-of-other-patches"}
+CACHES = {
+    "cogvideox-rope": "cache-of-other-text", "ltx": "cache-of-other-patches",
+    "hunyuan": "cache-of-encoded-text",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +66,8 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pipeline(folder: Path, name: str) -> Path:
     tiny.write_pipeline(folder, name)
     (folder / "scheduler").mkdir()
+    if name == "hunyuan":  # pooled embeddings come from pretrained encoders only
+        tiny_pipelines.write_hunyuan_text(folder)
     values = SCHEDULERS.get(name, FLOW)
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(values))
     return folder
@@ -74,8 +82,7 @@ def configure(root: Path, clips: Path, name: str, **changes: Any) -> Config:
         "data.buckets": "[3x64x80]",
         "data.validation_split": 0.3,
         "data.codec.channels": tiny.C,
-        "data.text.dim": TEXT_DIMS.get(name, tiny.TEXT),
-        "data.text.max_length": 8,
+        **text_of(name),
         "optim.learning_rate": 1e-3,
         "optim.adam_epsilon": 1e-2,
         "train.max_train_steps": 3,
@@ -86,9 +93,14 @@ def configure(root: Path, clips: Path, name: str, **changes: Any) -> Config:
     }
     values |= {key.replace("__", "."): value for key, value in changes.items()}
     config = load_config(None, [f"{key}={value}" for key, value in values.items()])
-    network = network_of(config, channels=tiny.C, text_dim=config.data.text.dim)
-    prepare(config.data, patch_size=network.patch_size)
+    prepare(config.data, patch_size=pretrained_network(config).patch_size)
     return config
+
+
+def text_of(name: str) -> dict[str, Any]:
+    if name == "hunyuan":
+        return {"data.text.name": "encoder"}
+    return {"data.text.dim": TEXT_DIMS.get(name, tiny.TEXT), "data.text.max_length": 8}
 
 
 def train_resident(config: Config, model: nn.Module) -> tuple[list[float], dict[str, Any]]:
@@ -186,7 +198,7 @@ def test_a_run_that_converts_resumes_and_samples(clips: Path, tmp_path: Path) ->
         train(config)
 
 
-@pytest.mark.parametrize("name", ["wan", "cosmos2-v2w"])
+@pytest.mark.parametrize("name", ["wan", "ltx", "cosmos2-v2w"])
 def test_a_given_first_frame_and_bf16(name: str, clips: Path, tmp_path: Path) -> None:
     folder = pipeline(tmp_path / "pipeline", name)
     options = {"train__first_frame": "given", "train__mixed_precision": "bf16"}
@@ -201,6 +213,13 @@ def test_a_trained_run_samples(clips: Path, tmp_path: Path) -> None:
     fast = {"num_inference_steps": 2}
     paths = sample_run(result.checkpoint, prompts=("digit 3",), out=tmp_path / "a", settings=fast)
     assert [path.name for path in paths] == ["00_digit-3.mp4"]
+
+
+def test_a_model_with_one_time_for_all_frames_takes_no_image(clips: Path, tmp_path: Path) -> None:
+    pipeline(tmp_path / "pipeline", "mochi")
+    result = train(configure(tmp_path, clips, "mochi", train__max_train_steps=1))
+    with pytest.raises(InputError, match=r"images: Mochi.* has one timestep"):
+        sample_run(result.checkpoint, prompts=("x",), settings={"images": ("a.png",)})
 
 
 def test_an_expert_trains_on_its_noise_levels_and_does_not_sample(
@@ -228,8 +247,8 @@ def test_an_expert_trains_on_its_noise_levels_and_does_not_sample(
 def test_inputs_of_another_model_are_refused(
     change: dict[str, Any], words: str, clips: Path, tmp_path: Path
 ) -> None:
-    pipeline(tmp_path / "pipeline", "ltx")
-    base = configure(tmp_path, clips, "ltx")
+    pipeline(tmp_path / "pipeline", "mochi")
+    base = configure(tmp_path, clips, "mochi")
     overrides = [f"{key}={value}" for key, value in change.items()]
     save_config(base, tmp_path / "config.yaml")
     with pytest.raises(InputError, match=words):
@@ -245,7 +264,7 @@ def test_a_model_without_its_scheduler_is_refused(clips: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "words"),
     [("kandinsky5", "not known here"), ("wan-i2v", "condition on images"), ("cosmos", "Cosmos 1"),
-     ("hunyuan", "pooled text embedding")],
+     ("hunyuan", "pooled text embedding: one of 8 channels; data.text makes none")],
 )  # fmt: skip
 def test_models_that_need_more_are_refused(name: str, words: str, tmp_path: Path) -> None:
     tiny.write_pipeline(tmp_path, name)

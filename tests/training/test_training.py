@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megaslide import runs, sampling
-from megaslide.config import Config, load_config
+from megaslide.config import Config, OffloadConfig, load_config
 from megaslide.data.prepare import prepare
 from megaslide.data.sprites import write_sprites
 from megaslide.errors import InputError
@@ -266,7 +266,7 @@ def test_sampling_a_run_streams_its_latest_checkpoint(
 def test_sampling_holds_weights_only(whole: TrainResult) -> None:
     weights = whole.checkpoint / "transformer"
     network = saved_network(weights, load_config(whole.checkpoint / "config.yaml"))
-    model = forward_only(network, torch.float32)
+    model = forward_only(network, torch.float32, OffloadConfig())
     assert set(model.store.nbytes) == {"weights"}
     expected = VideoDiT.from_pretrained(weights).state_dict()
     assert all(torch.equal(v, expected[k]) for k, v in model.state_dict().items())

@@ -28,8 +28,10 @@ from megaslide.cli.display import (
 )
 from megaslide.cli.evaluation import evaluate
 from megaslide.cli.export import export
+from megaslide.cli.model import describe_folder
 from megaslide.cli.plan import plan
 from megaslide.cli.refusals import Verbs, fail, writes_to
+from megaslide.cli.sample import sample
 from megaslide.errors import InputError
 
 if TYPE_CHECKING:
@@ -77,17 +79,6 @@ def _show_version(wanted: bool) -> None:
 
         typer.echo(f"megaslide {package_version('megaslide') or '(not installed)'}")
         raise typer.Exit
-
-
-def _checked_bucket(bucket: str | None) -> str | None:
-    if bucket is not None:
-        from megaslide.config import parse_triple
-
-        try:
-            parse_triple(bucket)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-    return bucket
 
 
 @app.callback()
@@ -145,7 +136,7 @@ def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
     from megaslide.config import load_config
 
     config = load_config(config_path, overrides or ())
-    device = _device(config.offload.device)
+    device = _device(config)
     with status("planning the run"):
         from megaslide.planning.run import plan_run
         from megaslide.training.loop import train_planned
@@ -163,43 +154,7 @@ def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
     _report_training(result, [str(config_path), *(overrides or ())])
 
 
-@app.command()
-def sample(
-    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder or a checkpoint.")],
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="Caption; repeat for several. Default: the run's.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Default: samples/checkpoint-N in the run.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.")] = None,
-    guidance: Annotated[float | None, typer.Option(min=0, help="1 turns guidance off.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the initial noise.")] = None,
-    bucket: Annotated[
-        str | None, typer.Option(callback=_checked_bucket, help="FRAMESxHEIGHTxWIDTH in pixels.")
-    ] = None,
-    ema: Annotated[
-        bool | None, typer.Option("--ema/--no-ema", help="Averaged weights. Default: if saved.")
-    ] = None,
-) -> None:
-    """Generate clips from a trained checkpoint."""
-    with status("loading the checkpoint"):
-        from megaslide.sampling import sample_run
-    settings = {
-        "num_inference_steps": steps,
-        "guidance_scale": guidance,
-        "seed": seed,
-        "bucket": bucket,
-    }
-    given = {key: value for key, value in settings.items() if value is not None}
-    with writes_to(out or source), Meter("sample") as meter:
-        paths = sample_run(
-            source, prompts=tuple(prompt or ()), out=out, settings=given, ema=ema, progress=meter
-        )
-    for path in paths:
-        typer.echo(path)
-
-
+app.command()(sample)
 app.command("eval")(evaluate)
 
 
@@ -207,7 +162,7 @@ app.command("eval")(evaluate)
 def info(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE", help="Where --json writes. Default: standard output."),
+        typer.Argument(metavar="PATH", help="A model's folder; or the file that --json writes."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
     presets: Annotated[bool, typer.Option("--presets", help="Sizes of our own model.")] = False,
@@ -215,13 +170,15 @@ def info(
     rates: Annotated[bool, typer.Option("--probe", help="Measure this machine; seconds.")] = False,
     disk: Annotated[Path, typer.Option(help="Folder whose disk --probe measures.")] = Path(),
 ) -> None:
-    """Show this machine, the software on it, and what can run.
+    """Show this machine and what can run on it, or describe a model.
 
     `megaslide info --probe --json rates.json` keeps what was measured for a plan.
     """
     asked = [n for n, on in (("presets", presets), ("schema", schema), ("probe", rates)) if on]
     if len(asked) > 1:
         raise InputError(" and ".join(f"--{name}" for name in asked), "ask for one of them")
+    if file is not None and file.is_dir() and not asked:
+        return describe_folder(file, as_json)
     if file is not None and not as_json:
         raise InputError(f"{file}: what to do with it?", f"to write there: --json {file}")
     if file is not None and not file.absolute().parent.is_dir():
@@ -275,8 +232,8 @@ def _resolve(config: "Config") -> "Network":
     from megaslide.models.network import network_of
 
     channels = build_codec(config.data.codec).channels
-    text_dim = build_text_encoder(config.data.text).dim
-    return network_of(config, channels=channels, text_dim=text_dim)
+    text = build_text_encoder(config.data.text)
+    return network_of(config, channels=channels, text_dim=text.dim, pooled_dim=text.pooled_dim)
 
 
 def _is_prepared(config: "Config") -> bool:
@@ -291,9 +248,11 @@ def _is_prepared(config: "Config") -> bool:
 
 def _prepare(config: "Config", patch_size: "Triple") -> None:
     from megaslide.data.prepare import prepare as prepare_data
+    from megaslide.streaming.placement import encoder_placement
 
+    place = encoder_placement(config.offload)
     with writes_to(Path(config.data.cache_dir)), Meter("prepare") as meter:
-        report = prepare_data(config.data, patch_size=patch_size, progress=meter)
+        report = prepare_data(config.data, patch_size=patch_size, place=place, progress=meter)
     _print_preparation(report)
 
 
@@ -331,14 +290,14 @@ def _run_summary(planned: "RunPlan", device: str) -> dict[str, str]:
     }
 
 
-def _device(choice: str) -> str:
+def _device(config: "Config") -> str:
     import torch
 
-    if choice == "cuda":
-        raise InputError(
-            "offload.device=cuda: blocks stream through the CPU only so far",
-            "set offload.device=auto",
-        )
+    from megaslide.streaming.placement import chosen_device
+
+    device = chosen_device(config.offload)
+    if device == "cuda":
+        return f"cuda, {torch.cuda.get_device_name()}"
     return f"cpu, {torch.get_num_threads()} threads"
 
 
@@ -355,7 +314,7 @@ def _report_training(result: "TrainResult", arguments: list[str]) -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="adamw, attention, disk or streaming.")],
+    name: Annotated[str, typer.Argument(help="adamw, attention, disk, loading, plan, streaming.")],
 ) -> None:
     """Measure this machine with a benchmark of the repository."""
     folder = Path(__file__).parents[3] / "benchmarks"

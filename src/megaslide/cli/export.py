@@ -19,19 +19,23 @@ def export(
     dtype: Annotated[
         Literal["bf16", "fp32"] | None, typer.Option(help="Default: as each tensor was saved.")
     ] = None,
+    layout: Annotated[
+        Literal["diffusers", "original"],
+        typer.Option(help="original: one file with the names of Wan's and LTX's own code."),
+    ] = "diffusers",
 ) -> None:
     """Write a checkpoint's transformer as diffusers loads it.
 
-    Keys are those of diffusers; the keys of the models' original repositories are not there.
+    Or, with --layout original, as the model's own repository names its tensors.
     """
     with status("exporting"), writes_to(out):
         from megaslide.exporting import export as export_checkpoint
 
-        done = export_checkpoint(source, out, weights=weights, dtype=dtype)
+        done = export_checkpoint(source, out, weights=weights, dtype=dtype, layout=layout)
     typer.echo(f"exported the {done.weights} weights of {done.checkpoint}")
     typer.echo(f"{count(done.parameters)} parameters, {size(done.nbytes)}")
     if done.from_masters:
         typer.echo("values are the fp32 ones of the optimizer state")
     if done.converted:
         typer.echo("attention is converted: load it with megaslide.load")
-    typer.echo(f"wrote {done.folder} ({done.class_name})")
+    typer.echo(f"wrote {done.path} ({done.class_name})")

@@ -121,7 +121,8 @@ class TrainConfig(Section):
     model's scheduler, and 1 for a new model."""
     first_frame: Literal["noisy", "given"] = "noisy"
     """`given`: the first latent frame stays clean and out of the loss, as image-to-video models
-    that take a timestep per frame are trained (Wan 2.2 TI2V-5B, Cosmos-Predict2 Video2World)."""
+    that take a timestep per frame are trained (Wan 2.2 TI2V-5B, LTX, Cosmos-Predict2
+    Video2World)."""
     weighting_scheme: Literal["none", "logit_normal", "sigma_sqrt", "cosmap"] = "logit_normal"
     """Density or weighting of timesteps, as diffusers' training examples name them."""
     logit_mean: float = 0.0
@@ -201,6 +202,9 @@ class SampleConfig(Section):
 
     prompts: tuple[str, ...] = ()
     """Captions sampled; during training every `every_steps`."""
+    images: tuple[str, ...] = ()
+    """First frames of the clips, one for all prompts or one for each, for models that are trained
+    with `first_frame: given`."""
     every_steps: int | None = Field(None, gt=0)
     """Sample during training this often; null only samples on request."""
     bucket: str | None = None

@@ -7,7 +7,8 @@ derived from them and replaced last, so a cache is either the old one or the new
 
     cache_dir/index.json                   settings, samples, skipped files, notes
     cache_dir/shard-00000.safetensors      a tensor per clip, [windows, C, t, h, w] float32
-    cache_dir/text-<hash>.safetensors      tokens [S, D] float32 of all captions, offsets [M + 1]
+    cache_dir/text-<hash>.safetensors      tokens [S, D] float32 of all captions, offsets [M + 1],
+                                           and where the model takes it pooled [M, P] float32
     cache_dir/pending/<content>.safetensors
 
 Clips are addressed by the sha256 of their file's content: renaming a file or rewriting its caption

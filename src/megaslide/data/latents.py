@@ -4,7 +4,7 @@ A training run must be able to stop anywhere and continue with the very next bat
 drawn. The order of an epoch is therefore a pure function of (seed, epoch) through a hash, the same
 in every version of every library, and the sampler's whole state is two numbers.
 
-Shapes: B batch, C t h w of latents, L tokens of D channels.
+Shapes: B batch, C t h w of latents, L tokens of D channels, P channels of a pooled embedding.
 """
 
 import hashlib
@@ -35,6 +35,8 @@ class Sample:
     """`[L, D]` float32, zero where masked."""
     mask: Tensor
     """`[L]` bool, True for valid tokens."""
+    pooled: Tensor | None
+    """`[P]` float32, of the whole caption, for models that take that besides."""
     caption: str
     clip_id: str
     bucket: str
@@ -51,7 +53,13 @@ class Batch:
     """`[B, L, D]` float32."""
     mask: Tensor
     """`[B, L]` bool."""
+    pooled: Tensor | None
+    """`[B, P]` float32."""
     clip_ids: tuple[str, ...]
+
+    def conditioning(self) -> dict[str, Tensor]:
+        """Its text as keyword arguments of a model."""
+        return _conditioning(self.text, self.mask, self.pooled)
 
 
 class LatentDataset(torch.utils.data.Dataset[Sample]):
@@ -123,23 +131,24 @@ class LatentDataset(torch.utils.data.Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         entry = self.samples[index]
         latents = self._file(entry["shard"]).get_slice(entry["content"])[entry["window"]]
-        text, mask = self._text(entry["text"])
-        return Sample(latents, text, mask, entry["caption"], entry["clip_id"], entry["bucket"])
+        text = self._text(entry["text"])
+        return Sample(latents, *text, entry["caption"], entry["clip_id"], entry["bucket"])
 
-    def empty_text(self) -> tuple[Tensor, Tensor]:
-        """Embedding `[L, D]` and mask `[L]` of the empty caption, for caption dropout."""
-        return self._text(0)
+    def empty_text(self) -> dict[str, Tensor]:
+        """The empty caption's `Batch.conditioning` without the batch axis, for caption dropout."""
+        return _conditioning(*self._text(0))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": {}}  # every worker process maps the files itself
 
-    def _text(self, row: int) -> tuple[Tensor, Tensor]:
+    def _text(self, row: int) -> tuple[Tensor, Tensor, Tensor | None]:
         file = self._file(self._text_file)
         first, last = file.get_slice("offsets")[row : row + 2].tolist()
         length = int(self.settings["text"]["max_length"])
         text = torch.zeros(length, self.text_dim)
         text[: last - first] = file.get_slice("tokens")[first:last]
-        return text, torch.arange(length) < last - first
+        pooled = file.get_slice("pooled")[row] if "pooled" in file.keys() else None  # noqa: SIM118
+        return text, torch.arange(length) < last - first, pooled
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -267,8 +276,19 @@ def collate(samples: Sequence[Sample]) -> Batch:
         latents=torch.stack([sample.latents for sample in samples]),
         text=torch.stack([sample.text for sample in samples]),
         mask=torch.stack([sample.mask for sample in samples]),
+        pooled=_stacked([sample.pooled for sample in samples]),
         clip_ids=tuple(sample.clip_id for sample in samples),
     )
+
+
+def _stacked(rows: Sequence[Tensor | None]) -> Tensor | None:
+    present = [row for row in rows if row is not None]
+    return torch.stack(present) if present else None
+
+
+def _conditioning(text: Tensor, mask: Tensor, pooled: Tensor | None) -> dict[str, Tensor]:
+    named = {"encoder_hidden_states": text, "encoder_attention_mask": mask}
+    return named if pooled is None else {**named, "pooled_projections": pooled}
 
 
 def _check_expected(folder: Path, index: dict[str, Any], config: DataConfig) -> None:

@@ -24,7 +24,7 @@ from megaslide.data.clips import EVENTS, encode_clip
 from megaslide.data.codecs import Codec, build_codec
 from megaslide.data.settings import cache_selection, cache_settings
 from megaslide.data.sources import Skipped, Source, SourceList, find_sources
-from megaslide.data.text import TextEncoder, build_text_encoder
+from megaslide.data.text import Place, TextEncoder, build_text_encoder, whole
 from megaslide.data.video import UnreadableVideoError
 from megaslide.errors import InputError
 
@@ -54,7 +54,11 @@ class PrepareReport:
 
 
 def prepare(
-    config: DataConfig, *, patch_size: Triple = (1, 2, 2), progress: Progress | None = None
+    config: DataConfig,
+    *,
+    patch_size: Triple = (1, 2, 2),
+    place: Place = whole,
+    progress: Progress | None = None,
 ) -> PrepareReport:
     """Bring the cache at `config.cache_dir` up to date with the clips at `config.path`.
 
@@ -62,6 +66,7 @@ def prepare(
         config: the `data` section.
         patch_size: latent voxels per token (t, h, w) of the model to be trained; buckets are
             cropped down to whole patches.
+        place: decides where the weights of a pretrained text encoder compute.
         progress: called after each clip.
 
     Raises:
@@ -70,7 +75,7 @@ def prepare(
         ImportError: PyAV or Pillow is missing.
     """
     path, cache_dir = _required(config.path, "path"), _required(config.cache_dir, "cache_dir")
-    codec, encoder = build_codec(config.codec), build_text_encoder(config.text)
+    codec, encoder = build_codec(config.codec), build_text_encoder(config.text, place)
     buckets, bucket_notes = fit_buckets(config.buckets, codec, patch_size)
     found = find_sources(path, missing_caption=config.missing_caption, exclude=cache_dir)
     contents = _hash_all(found)
@@ -170,15 +175,18 @@ def _encode_text(
 ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     """Valid tokens of all distinct captions, end to end, and each caption's row; row 0 is "".
 
-    Only valid tokens are kept, so a long maximum costs nothing.
+    Only valid tokens are kept, so a long maximum costs nothing. Pooled embeddings are `[rows, P]`.
     """
     distinct = list(dict.fromkeys(["", *captions]))
-    parts, offsets = [], [0]
+    parts, offsets, pooled = [], [0], []
     for caption in distinct:
         embeddings, mask = encoder.encode([caption])
         parts.append(embeddings[0, mask[0]])
         offsets.append(offsets[-1] + len(parts[-1]))
+        pooled.append(encoder.pooled([caption]))
     tensors = {"tokens": torch.cat(parts), "offsets": torch.tensor(offsets)}
+    if rows := [row for row in pooled if row is not None]:
+        tensors["pooled"] = torch.cat(rows)
     return tensors, {caption: row for row, caption in enumerate(distinct)}
 
 

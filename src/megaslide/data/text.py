@@ -6,13 +6,13 @@ of itself and of its character n-grams, so that different words are nearly ortho
 be told. All sums are of integers and all roundings are IEEE, so embeddings are identical on every
 machine; nothing depends on Python's randomised `hash`.
 
-Shapes: B captions, L tokens (max_length), D channels.
+Shapes: B captions, L tokens (max_length), D channels, P channels of a pooled embedding.
 """
 
 import hashlib
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -36,6 +36,16 @@ _UNIT, _POSITION_SHARE = 4096, 0.5
 """Fixed-point scale, and length of the position vector relative to the word's."""
 
 
+Place = Callable[[Any], Any]
+"""From a loaded module to what is called in its place: with a `device` for its inputs, and perhaps
+a `close`."""
+
+
+def whole(module: Any) -> Any:
+    """As it was loaded, on the CPU."""
+    return module
+
+
 class TextEncoder(Protocol):
     """Maps captions to token embeddings; valid tokens come first."""
 
@@ -43,12 +53,18 @@ class TextEncoder(Protocol):
     """Channels D."""
     max_length: int
     """Tokens L."""
+    pooled_dim: int | None
+    """Channels P of an embedding of the whole caption; None where there is none."""
 
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Embeddings `[B, L, D]` float32, zero where masked, and mask `[B, L]` bool (True: valid).
 
         Every caption, the empty one too, has at least one valid token.
         """
+        ...
+
+    def pooled(self, captions: Sequence[str]) -> Tensor | None:
+        """One embedding per caption, `[B, P]` float32, which some models take besides."""
         ...
 
     def count_tokens(self, caption: str) -> int:
@@ -81,6 +97,7 @@ class HashedNgramEncoder:
         if dim < 1 or max_length < 1:
             raise ValueError(f"dim={dim}, max_length={max_length}: both must be 1 or more")
         self.dim, self.max_length = dim, max_length
+        self.pooled_dim: int | None = None
 
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
         embeddings = torch.zeros(len(captions), self.max_length, self.dim)
@@ -91,6 +108,9 @@ class HashedNgramEncoder:
             embeddings[row, : len(words)] = torch.from_numpy(np.stack(tokens))
             mask[row, : len(words)] = True
         return embeddings, mask
+
+    def pooled(self, captions: Sequence[str]) -> None:
+        """There is none."""
 
     def count_tokens(self, caption: str) -> int:
         return max(1, len(split_words(caption)))
@@ -107,8 +127,12 @@ class HashedNgramEncoder:
         """Nothing to give back."""
 
 
-def build_text_encoder(config: TextConfig) -> TextEncoder:
+def build_text_encoder(config: TextConfig, place: Place = whole) -> TextEncoder:
     """The text encoder a config names.
+
+    Args:
+        config: the section `data.text`.
+        place: decides where the weights of a pretrained one compute.
 
     Raises:
         InputError: a pretrained one that is not there or not known.
@@ -116,7 +140,7 @@ def build_text_encoder(config: TextConfig) -> TextEncoder:
     if config.name == "encoder":
         from megaslide.data.text_encoders import find_text_encoder
 
-        return find_text_encoder(config)
+        return find_text_encoder(config, place)
     return HashedNgramEncoder(config.dim, config.max_length or DEFAULT_LENGTH)
 
 

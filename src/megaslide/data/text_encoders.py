@@ -3,15 +3,16 @@
 A transformer was trained on exactly what its pipeline fed it: so many tokens, with or without a
 mask in the encoder, with zeros or with the encoder's own output where a caption had ended. Those
 differences are the table here; what they have in common is one class. Sources: diffusers 0.42,
-`pipelines/<family>`, `_get_t5_prompt_embeds`.
+`pipelines/<family>`, `_get_t5_prompt_embeds`; HunyuanVideo's `_get_llama_prompt_embeds` and
+`_get_clip_prompt_embeds`.
 
-Shapes: B captions, L tokens (max_length), D channels.
+Shapes: B captions, L tokens (max_length), D channels, P channels of a pooled embedding.
 """
 
 import html
 import importlib.util
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,14 @@ from megaslide.data.components import (
     pipeline_folder,
     transformer_config,
 )
+from megaslide.data.text import Place, whole
 from megaslide.errors import InputError
 
 VERSION = 1
 """Counts changes to what an encoder's embeddings are here."""
 KEY = "data.text"
 SUBFOLDERS = ("text_encoder", "tokenizer")
+POOLED_SUBFOLDERS = ("text_encoder_2", "tokenizer_2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +53,21 @@ class Convention:
     """Of the transformer's config.json, where the length may be another."""
     cleaned: bool = False
     """Whether broken encodings, HTML entities and runs of white space are mended first."""
+    frame: Callable[[], tuple[str, int]] = lambda: ("{}", 0)
+    """What a caption is set into, and tokens of its beginning that are not among the L."""
+    skipped_layers: int | None = None
+    """The embedding is the output of the layer before so many last ones; None takes the encoder's
+    own last output."""
+    pooled: bool = False
+    """Whether a second encoder gives one embedding of the whole caption."""
+
+
+def _hunyuan_frame() -> tuple[str, int]:
+    """The words around every caption that the model was trained with."""
+    from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
+
+    template: dict[str, Any] = pipeline_hunyuan_video.DEFAULT_PROMPT_TEMPLATE
+    return template["template"], template["crop_start"]
 
 
 WAN = Convention(max_length=512, cleaned=True)
@@ -62,10 +80,57 @@ CONVENTIONS: dict[str, Convention] = {
         max_length=226, masked=False, padding_counts=True, length_key="max_text_seq_length"
     ),
     "MochiTransformer3DModel": Convention(max_length=256, length_key="max_sequence_length"),
+    "HunyuanVideoTransformer3DModel": Convention(
+        max_length=256, frame=_hunyuan_frame, skipped_layers=2, pooled=True
+    ),
 }
 """By the class of the pipeline's transformer."""
-ENCODERS = ("T5EncoderModel", "UMT5EncoderModel")
-"""Classes of transformers whose last hidden state is the embedding."""
+ENCODERS = {"T5EncoderModel": "d_model", "UMT5EncoderModel": "d_model", "LlamaModel": "hidden_size"}
+"""Classes of transformers, and where their config.json has the channels D."""
+POOLERS = {"CLIPTextModel": "hidden_size"}
+"""Classes that give one embedding of a caption, and where their config.json has its channels P."""
+POOLED_LENGTH = 77
+"""Tokens of a caption that CLIP takes."""
+
+
+class PooledEncoder:
+    """Captions as one embedding each, by CLIP with its tokenizer; loaded at the first use.
+
+    Args:
+        encoder: folder of the weights.
+        tokenizer: folder of the tokenizer.
+        place: decides where the weights compute.
+
+    Raises:
+        InputError: an encoder of another kind.
+    """
+
+    def __init__(self, encoder: Component, tokenizer: Component, place: Place = whole) -> None:
+        _require_known(encoder, POOLERS)
+        self._encoder, self._tokenizer, self._place = encoder, tokenizer, place
+        self.dim = int(encoder.config[POOLERS[encoder.class_name]])
+        self._model: Any = None
+
+    @torch.no_grad()
+    def encode(self, captions: Sequence[str]) -> Tensor:
+        """[B, P] float32."""
+        tokenizer = _load_tokenizer(self._tokenizer.folder)
+        tokens = tokenizer(
+            list(captions), padding="max_length", truncation=True, max_length=POOLED_LENGTH,
+            return_tensors="pt",
+        )  # fmt: skip
+        if self._model is None:
+            self._model = self._place(_load_encoder(self._encoder))
+        pooled: Tensor = self._model(tokens.input_ids.to(self._model.device)).pooler_output
+        return pooled.float().cpu()
+
+    def settings(self) -> dict[str, Any]:
+        files = {"files": self._encoder.fingerprint(), "tokenizer": self._tokenizer.fingerprint()}
+        return {"class": self._encoder.class_name, "dim": self.dim, **files}
+
+    def close(self) -> None:
+        _close(self._model)
+        self._model = None
 
 
 class PretrainedTextEncoder:
@@ -76,6 +141,8 @@ class PretrainedTextEncoder:
         tokenizer: folder of the tokenizer.
         convention: of the family.
         max_length: tokens L; None takes the family's.
+        pooler: what gives the embedding of a whole caption, for families that take one.
+        place: decides where the weights compute.
 
     Raises:
         InputError: an encoder of another kind, or more tokens than the family takes.
@@ -87,38 +154,48 @@ class PretrainedTextEncoder:
         tokenizer: Component,
         convention: Convention,
         max_length: int | None = None,
+        pooler: PooledEncoder | None = None,
+        place: Place = whole,
     ) -> None:
-        if encoder.class_name not in ENCODERS:
-            raise InputError(
-                f"{encoder.config_file}: {encoder.class_name or 'no class'} is not a text encoder "
-                "known here",
-                f"known are {', '.join(ENCODERS)}; encode captions of others in a loop of your own",
-            )
+        _require_known(encoder, ENCODERS)
         _require_length(max_length, convention)
         self._encoder, self._tokenizer, self._convention = encoder, tokenizer, convention
-        self.dim = int(encoder.config["d_model"])
+        self._template, self._crop = convention.frame()
+        self._pooler, self._place = pooler, place
+        self.dim = int(encoder.config[ENCODERS[encoder.class_name]])
+        self.pooled_dim = None if pooler is None else pooler.dim
         self.max_length = max_length or convention.max_length
         self._loaded_tokenizer: Any = None
         self._model: Any = None
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        convention = self._convention
         tokens = self._tokenize(
-            captions, padding="max_length", truncation=True, max_length=self.max_length,
-            return_tensors="pt",
+            captions, padding="max_length", truncation=True,
+            max_length=self.max_length + self._crop, return_tensors="pt",
         )  # fmt: skip
-        ids, attended = tokens.input_ids, tokens.attention_mask  # [B, L]
+        ids, attended = tokens.input_ids, tokens.attention_mask  # [B, crop + L]
         model = self._load_model()
-        given = {"attention_mask": attended.to(model.device)} if self._convention.masked else {}
-        embeddings = model(ids.to(model.device), **given).last_hidden_state.float().cpu()
-        valid = torch.ones_like(attended) if self._convention.padding_counts else attended
-        mask = valid.bool()  # [B, L]
+        given = {"attention_mask": attended.to(model.device)} if convention.masked else {}
+        embeddings = _output(model, ids, given, convention.skipped_layers)[:, self._crop :]
+        valid = torch.ones_like(attended) if convention.padding_counts else attended
+        mask = valid.bool()[:, self._crop :]  # [B, L]
         return embeddings.masked_fill(~mask[..., None], 0), mask
 
+    def pooled(self, captions: Sequence[str]) -> Tensor | None:
+        return None if self._pooler is None else self._pooler.encode(captions)
+
     def count_tokens(self, caption: str) -> int:
-        return len(self._tokenize([caption]).input_ids[0])
+        return len(self._tokenize([caption]).input_ids[0]) - self._crop
 
     def settings(self) -> dict[str, Any]:
+        convention = self._convention
+        framed: dict[str, Any] = {}
+        if self._crop:
+            framed = {"template": self._template, "crop": self._crop}
+        if self._pooler is not None:
+            framed["pooled"] = self._pooler.settings()
         return {
             "name": "encoder",
             "class": self._encoder.class_name,
@@ -126,30 +203,35 @@ class PretrainedTextEncoder:
             "tokenizer": self._tokenizer.fingerprint(),
             "dim": self.dim,
             "max_length": self.max_length,
-            "masked": self._convention.masked,
-            "padding_counts": self._convention.padding_counts,
-            "cleaning": _cleaning() if self._convention.cleaned else "none",
+            "masked": convention.masked,
+            "padding_counts": convention.padding_counts,
+            "cleaning": _cleaning() if convention.cleaned else "none",
             "version": VERSION,
+            **framed,
         }
 
     def close(self) -> None:
+        _close(self._model)
         self._model = None
+        if self._pooler is not None:
+            self._pooler.close()
 
     def _tokenize(self, captions: Sequence[str], **options: Any) -> Any:
         if self._loaded_tokenizer is None:
             self._loaded_tokenizer = _load_tokenizer(self._tokenizer.folder)
         prompts = [clean(c) for c in captions] if self._convention.cleaned else list(captions)
+        prompts = [self._template.format(prompt) for prompt in prompts]
         return self._loaded_tokenizer(
             prompts, add_special_tokens=True, return_attention_mask=True, **options
         )
 
     def _load_model(self) -> Any:
         if self._model is None:
-            self._model = _load_encoder(self._encoder)
+            self._model = self._place(_load_encoder(self._encoder))
         return self._model
 
 
-def find_text_encoder(config: TextConfig) -> PretrainedTextEncoder:
+def find_text_encoder(config: TextConfig, place: Place = whole) -> PretrainedTextEncoder:
     """The encoder that `data.text` names; its weights are read at its first use.
 
     Raises:
@@ -157,9 +239,13 @@ def find_text_encoder(config: TextConfig) -> PretrainedTextEncoder:
     """
     name, revision = config.pretrained_model_name_or_path, config.revision
     assert name is not None
-    encoder, tokenizer = find_components(name, SUBFOLDERS, key=KEY, revision=revision)
-    root = pipeline_folder(name, SUBFOLDERS, revision)
-    return PretrainedTextEncoder(encoder, tokenizer, _convention(root), config.max_length)
+    root = pipeline_folder(name, (*SUBFOLDERS, *POOLED_SUBFOLDERS), revision)
+    encoder, tokenizer = find_components(str(root), SUBFOLDERS, key=KEY)
+    convention, pooler = _convention(root), None
+    if convention.pooled:
+        second, its_tokenizer = find_components(str(root), POOLED_SUBFOLDERS, key=KEY)
+        pooler = PooledEncoder(second, its_tokenizer, place)
+    return PretrainedTextEncoder(encoder, tokenizer, convention, config.max_length, pooler, place)
 
 
 def clean(caption: str) -> str:
@@ -189,6 +275,15 @@ def _convention(root: Path) -> Convention:
     return found if length is None else replace(found, max_length=int(length))
 
 
+def _require_known(encoder: Component, known: Mapping[str, str]) -> None:
+    if encoder.class_name not in known:
+        raise InputError(
+            f"{encoder.config_file}: {encoder.class_name or 'no class'} is not a text encoder "
+            "known here",
+            f"known are {', '.join(known)}; encode captions of others in a loop of your own",
+        )
+
+
 def _require_length(max_length: int | None, convention: Convention) -> None:
     if max_length is None:
         return
@@ -199,6 +294,24 @@ def _require_length(max_length: int | None, convention: Convention) -> None:
             f"{KEY}.max_length={max_length}: this family takes {allowed} tokens",
             f"leave {KEY}.max_length out",
         )
+
+
+def _output(model: Any, ids: Tensor, given: Mapping[str, Tensor], skipped: int | None) -> Tensor:
+    """[B, L, D] float32 of token ids [B, L]."""
+    if skipped is None:
+        output: Tensor = model(ids.to(model.device), **given).last_hidden_state
+    else:
+        states = model(
+            ids.to(model.device), output_hidden_states=True, use_cache=False, **given
+        ).hidden_states
+        output = states[-(skipped + 1)]
+    return output.float().cpu()
+
+
+def _close(model: Any) -> None:
+    """Give back what a placed encoder holds besides memory."""
+    if close := getattr(model, "close", None):
+        close()
 
 
 def _load_tokenizer(folder: Path) -> Any:

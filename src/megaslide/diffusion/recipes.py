@@ -10,12 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megaslide.config import TrainConfig
 from megaslide.diffusion.objectives import FlowMatching, Objective
+from megaslide.diffusion.samplers import sigma_schedule
 from megaslide.diffusion.v_prediction import VPrediction
 from megaslide.errors import InputError
 
 FULL_RANGE = (0.0, 1.0)
+EDM_RANGE = {"sigma_max": 80.0, "sigma_min": 0.002}
+"""Noise levels that Cosmos-Predict2's pipelines begin and end with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +68,16 @@ class Recipe:
             return self.train.shift
         return 1.0 if self.scheduler is None else scheduler_shift(self.scheduler, tokens)
 
+    def sampling_sigmas(self, steps: int, tokens: int) -> Tensor:
+        """Noise levels of our own sampler for clips of `tokens` video tokens, fp32 [steps + 1].
+
+        Raises:
+            ImportError: diffusers is not installed and the model has a scheduler of it.
+        """
+        if str((self.scheduler or {}).get("_class_name")).startswith("FlowMatch"):
+            return published_sigmas(self.sampling_scheduler, steps, tokens)
+        return sigma_schedule(steps, self.shift(tokens))
+
     @property
     def sampling_scheduler(self) -> dict[str, Any]:
         """scheduler_config.json for sampling, with the config's shift where that has one."""
@@ -85,13 +101,45 @@ def scheduler_shift(scheduler: Mapping[str, Any], tokens: int) -> float:
     if not scheduler.get("use_dynamic_shifting"):
         key = "flow_shift" if scheduler.get("use_flow_sigmas") else "shift"
         return float(scheduler.get(key, 1.0))
+    mu = _mu(scheduler, tokens)
+    return mu if scheduler.get("time_shift_type") == "linear" else math.exp(mu)
+
+
+def published_sigmas(scheduler: Mapping[str, Any], steps: int, tokens: int) -> Tensor:
+    """The noise levels of a flow-matching scheduler of diffusers, fp32 [steps + 1], decreasing.
+
+    Cosmos-Predict2's are EDM's, s from 80 to 0.002 as Karras spaces them (`use_karras_sigmas`), and
+    here s/(1 + s), see `models/pretrained/families.py`; its pipeline does not step to zero.
+
+    Source: diffusers/schedulers/scheduling_flow_match_euler_discrete.py, with the arguments of
+    pipelines/ltx/pipeline_ltx.py, hunyuan_video/pipeline_hunyuan_video.py and
+    cosmos/pipeline_cosmos2_video2world.py.
+    """
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    if steps < 1:
+        raise ValueError(f"steps={steps}; sampling needs 1 or more")
+    edm = bool(scheduler.get("use_karras_sigmas"))
+    known: Any = FlowMatchEulerDiscreteScheduler.from_config(dict(scheduler))
+    if edm:
+        known.register_to_config(**EDM_RANGE)
+    dynamic = scheduler.get("use_dynamic_shifting")
+    linear = torch.linspace(1, 1 / steps, steps, dtype=torch.float64)
+    known.set_timesteps(sigmas=linear.tolist(), mu=_mu(scheduler, tokens) if dynamic else None)
+    sigmas: Tensor = 1 - known.sigmas if scheduler.get("invert_sigmas") else known.sigmas
+    if edm:
+        sigmas[-1] = sigmas[-2]
+        sigmas = sigmas / (1 + sigmas)
+    return sigmas
+
+
+def _mu(scheduler: Mapping[str, Any], tokens: int) -> float:
     length, longest = (
         scheduler.get("base_image_seq_len", 256),
         scheduler.get("max_image_seq_len", 4096),
     )
     base, largest = scheduler.get("base_shift", 0.5), scheduler.get("max_shift", 1.15)
-    mu = base + (largest - base) * (tokens - length) / (longest - length)
-    return float(mu) if scheduler.get("time_shift_type") == "linear" else math.exp(mu)
+    return float(base + (largest - base) * (tokens - length) / (longest - length))
 
 
 def expert_range(pipeline: Mapping[str, Any] | None, subfolder: str) -> tuple[float, float]:

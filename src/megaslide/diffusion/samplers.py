@@ -6,7 +6,7 @@ last sigma from an already shifted one and shifts it again, so the sigmas are co
 passed in; it searches the timestep grid for its first index, so that is set; and it casts latents
 to the dtype of the prediction, so the prediction is fp32 before it arrives.
 
-Shapes: B batch, latents [B, C, T, H, W], S steps, L text tokens, D text channels.
+Shapes: B batch, latents [B, C, T, H, W], T frames, S steps, L text tokens, D text channels.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,15 +42,18 @@ def sample_latents(
     model: Denoiser,
     shape: Sequence[int],
     *,
-    steps: int,
+    sigmas: Tensor,
     guidance_scale: float,
-    shift: float,
     generator: Generators,
     conditioning: Mapping[str, Any],
     negative: Mapping[str, Any] | None = None,
+    first_frame: Tensor | None = None,
     progress: Progress | None = None,
 ) -> Tensor:
-    """Integrate dx/dsigma = v from sigma 1 (noise) to 0 with S Euler steps.
+    """Integrate dx/dsigma = v from noise to data with S Euler steps.
+
+    A schedule that ends at sigma > 0 ends at x0 + sigma/(1 − sigma)·e: latents are divided by
+    1 − sigma.
 
     With guidance, v = v_negative + guidance_scale·(v_conditional − v_negative) (Ho & Salimans
     2022, arXiv:2207.12598, in the form diffusers uses: 1 is no guidance). Both predictions are one
@@ -59,45 +62,55 @@ def sample_latents(
     Args:
         model: called as `model(x_sigma fp32, 1000·sigma float [B], **conditioning)`.
         shape: of the latents, [B, C, T, H, W].
-        steps: model evaluations.
+        sigmas: noise levels, decreasing, fp32 [S + 1]; the model is evaluated at all but the last.
         guidance_scale: 1 (or no `negative`) evaluates the conditional prediction alone.
-        shift: timestep shift, as in training.
         generator: draws the noise, on its own device, fp32: one for the batch, or one per sample,
             which makes a sample's noise independent of the batch it is in.
         conditioning: keyword arguments of the model. Tensors have B rows; they decide the device.
         negative: the same keys and shapes, for the empty or negative prompt.
+        first_frame: latents [B, C, 1, H, W] that stay what they are, with a timestep of 0; the
+            model then gets timesteps [B, T].
         progress: called after each step.
 
     Returns:
         fp32 latents of `shape`.
 
     Raises:
-        ValueError: `steps` below 1, a number of generators that is not B, or `negative` with
+        ValueError: a number of generators that is not B, or `negative` with
             other keys or shapes than `conditioning`.
         ImportError: diffusers is not installed.
     """
-    scheduler = _scheduler(sigma_schedule(steps, shift))
+    scheduler, steps = _scheduler(sigmas), len(sigmas) - 1
     guided = bool(negative) and guidance_scale != 1
     if guided:
         conditioning = _concatenate(conditioning, negative or {})
-    latents = draw_noise(shape, generator, _device(conditioning, generator))
-    for step, (sigma, timestep) in enumerate(
-        zip(scheduler.sigmas[:-1], scheduler.timesteps, strict=True)
-    ):
-        inputs = torch.cat([latents, latents]) if guided else latents
-        sigmas = sigma.to(latents.device).expand(len(inputs))
-        prediction = call_model(model, inputs, sigmas, **conditioning).float()
+    latents = draw_noise(shape, generator, _device(conditioning, generator)) * sigmas[0]
+    for step, (sigma, timestep) in enumerate(zip(sigmas[:-1], scheduler.timesteps, strict=True)):
+        latents, times = _given(latents, sigma, first_frame)
+        inputs, times = (torch.cat([t, t]) if guided else t for t in (latents, times))
+        prediction = call_model(model, inputs, times, **conditioning).float()
         if guided:
             conditional, unconditional = prediction.chunk(2)
             prediction = unconditional + guidance_scale * (conditional - unconditional)
         latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]
         if progress is not None:
             progress(step + 1, steps)
-    return latents
+    return _given(latents / (1 - sigmas[-1]), sigmas[-1], first_frame)[0]
+
+
+def _given(latents: Tensor, sigma: Tensor, first_frame: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Latents with the frame that is given, and their noise levels [B], or [B, T] with one."""
+    times = sigma.to(latents.device).expand(len(latents))
+    if first_frame is None:
+        return latents, times
+    latents = torch.cat([first_frame.to(latents), latents[:, :, 1:]], dim=2)
+    times = times[:, None].repeat(1, latents.shape[2])
+    times[:, 0] = 0
+    return latents, times
 
 
 def _scheduler(sigmas: Tensor) -> Any:
-    """A FlowMatchEulerDiscreteScheduler that walks exactly `sigmas`, which end in 0."""
+    """A FlowMatchEulerDiscreteScheduler that walks exactly `sigmas`."""
     try:
         from diffusers import FlowMatchEulerDiscreteScheduler
     except ImportError as error:
@@ -105,6 +118,7 @@ def _scheduler(sigmas: Tensor) -> Any:
     # shift=1: the sigmas passed in are already shifted, and the scheduler would shift them again.
     scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=1.0)
     scheduler.set_timesteps(sigmas=sigmas[:-1].tolist())
+    scheduler.sigmas[:] = sigmas
     scheduler.set_begin_index(0)
     return scheduler
 

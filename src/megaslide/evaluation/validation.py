@@ -44,11 +44,8 @@ def validation_loss(
         latents = batch.latents.to(device)
         objective = objective_of(latents)
         sigmas = objective.fixed_sigmas(len(noise), index, len(batches)).to(device)
-        loss, _ = objective.loss(
-            model, latents, noise, sigmas,
-            encoder_hidden_states=batch.text.to(device),
-            encoder_attention_mask=batch.mask.to(device),
-        )  # fmt: skip
+        text = {key: value.to(device) for key, value in batch.conditioning().items()}
+        loss, _ = objective.loss(model, latents, noise, sigmas, **text)
         total += loss.item() * len(noise)
         zero += objective.zero_loss(latents, noise, sigmas).item() * len(noise)
         count += len(noise)

@@ -166,13 +166,16 @@ class FamilyDenoiser:
         return self.family.prediction(output, latents)
 
 
-def network_of(config: Config, *, channels: int, text_dim: int) -> Network:
+def network_of(
+    config: Config, *, channels: int, text_dim: int, pooled_dim: int | None = None
+) -> Network:
     """The network that a run's config describes.
 
     Args:
         config: its sections `model`, `attention` and `data`.
         channels: of the latents that the run's codec makes.
         text_dim: channels of its text embeddings.
+        pooled_dim: channels of the embedding of a whole caption, where there is one.
 
     Raises:
         InputError: a combination that cannot be built, or a pretrained model that is not there,
@@ -180,10 +183,13 @@ def network_of(config: Config, *, channels: int, text_dim: int) -> Network:
     """
     model = config.model
     if model.pretrained_model_name_or_path is None:
+        _require_pooled(model.preset, None, pooled_dim)
         sizes = resolve_config(model, config.attention, in_channels=channels, text_dim=text_dim)
         return OwnNetwork(name=model.preset, config=sizes)
     network = pretrained_network(config)
     _require_inputs(network, config.data, channels, text_dim)
+    where = f"{network.source.folder}: {network.name}"
+    _require_pooled(where, network.family.pooled_dim, pooled_dim)
     return network
 
 
@@ -269,9 +275,15 @@ def _require_inputs(
             if config.text.name != "encoder"
             else "set data.text.pretrained_model_name_or_path to the pipeline it belongs to",
         )
-    if family.needs_pooled_text:
-        raise InputError(
-            f"{where}: {network.name} also takes a pooled text embedding, which data.text does not "
-            "make",
-            "train it from Python with megaslide.stream and FamilyDenoiser",
-        )
+
+
+def _require_pooled(where: str, wanted: int | None, made: int | None) -> None:
+    if wanted == made:
+        return
+    sizes = [f"one of {n} channels" if n else "none" for n in (wanted, made)]
+    raise InputError(
+        f"{where} takes a pooled text embedding: {sizes[0]}; data.text makes {sizes[1]}",
+        "set data.text.name=encoder, with the text encoders of the model's own pipeline"
+        if wanted
+        else "set data.text to another encoder",
+    )

@@ -16,6 +16,7 @@ from megaslide.planning.plan import Machine
 from megaslide.planning.rates import Rates, brief_rates
 from megaslide.planning.subject import Subject
 from megaslide.streaming.budget import available_ram
+from megaslide.streaming.placement import chosen_device, device_budget
 
 Measure = Callable[[Path | None], Rates]
 """Given the folder whose disk is measured, or None."""
@@ -46,10 +47,12 @@ def machine_here(
     link, basis = machine.link_bytes_s, dict(machine.basis)
     if offload.link_gb_s is not None and offload.link_gb_s * 1e9 < link:
         link, basis["link"] = offload.link_gb_s * 1e9, "emulated (offload.link_gb_s)"
-    budget = offload.device_budget_gb
+    device = chosen_device(offload)
+    if device == "cuda":
+        basis["compute"] += ", by the processor: rates of a GPU are not measured yet"
     return replace(
-        machine, link_bytes_s=link, basis=basis, ram_bytes=available_ram(),
-        device_bytes=None if budget is None else int(budget * 1e9),
+        machine, name=device, link_bytes_s=link, basis=basis, ram_bytes=available_ram(),
+        device_bytes=device_budget(offload), device_is_host=device == "cpu",
         disk_bytes=disk_free(state_folder),
     )  # fmt: skip
 

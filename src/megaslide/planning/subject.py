@@ -67,6 +67,9 @@ class Subject:
                 "timestep": torch.empty(self.clips),
                 "encoder_hidden_states": torch.empty(self.clips, self.text_tokens, self.text_dim),
             }
+            family = None if isinstance(self.network, OwnNetwork) else self.network.family
+            if family is not None and family.pooled_dim is not None:
+                inputs["pooled_projections"] = torch.empty(self.clips, family.pooled_dim)
         if isinstance(self.network, OwnNetwork):
             model = model.to(self.dtype)
             inputs = {key: value.to(self.dtype) for key, value in inputs.items()}
@@ -113,7 +116,9 @@ def subject_of_run(config: Config, clip: Triple | None = None) -> Subject:
     from megaslide.data.text import build_text_encoder
 
     codec, encoder = build_codec(config.data.codec), build_text_encoder(config.data.text)
-    network = network_of(config, channels=codec.channels, text_dim=encoder.dim)
+    network = network_of(
+        config, channels=codec.channels, text_dim=encoder.dim, pooled_dim=encoder.pooled_dim
+    )
     if clip is None:
         buckets, _ = fit_buckets(config.data.buckets, codec, network.patch_size)
         latents = max((bucket.latent_shape for bucket in buckets), key=math.prod)

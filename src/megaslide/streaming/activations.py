@@ -22,9 +22,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megaslide.streaming.calls import BlockCall
-from megaslide.streaming.lanes import Event, copy_bytes
+from megaslide.streaming.lanes import Event
 from megaslide.streaming.memory import host_memory
-from megaslide.streaming.transfer import Transfer
+from megaslide.streaming.transfer import Land, Transfer
 
 Tensor = torch.Tensor
 PLACES = ("device", "host", "disk")
@@ -50,7 +50,10 @@ class Record(Protocol):
     target: Tensor
     """What a D2H copy is told to write; empty where `write` knows better."""
 
-    def write(self, target: Tensor, arrived: Tensor) -> None: ...
+    def write(self, arrived: Tensor) -> None:
+        """Keep what a copy brought, unless it is in `target`."""
+        ...
+
     def read(self) -> Tensor: ...
 
 
@@ -176,8 +179,7 @@ class _HostRecord:
     def __init__(self, region: Tensor) -> None:
         self.target = region
 
-    def write(self, target: Tensor, arrived: Tensor) -> None:
-        copy_bytes(target, arrived)
+    def write(self, arrived: Tensor) -> None: ...
 
     def read(self) -> Tensor:
         return self.target
@@ -204,7 +206,7 @@ class _DiskRecord:
         self.offset, self.nbytes = offset, nbytes
         self._file, self._where = file, where
 
-    def write(self, target: Tensor, arrived: Tensor) -> None:
+    def write(self, arrived: Tensor) -> None:
         with self._named("writing"):
             data, done = arrived.numpy().data, 0
             while done < self.nbytes:
@@ -272,9 +274,9 @@ def _flat(tensor: Tensor) -> Tensor:
     return torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _checked(record: Record, version: int, tensor: Tensor) -> Any:
-    def land(target: Tensor, arrived: Tensor) -> None:
-        record.write(target, arrived)
+def _checked(record: Record, version: int, tensor: Tensor) -> Land:
+    def land(arrived: Tensor) -> None:
+        record.write(arrived)
         _require_version(tensor, version)
 
     return land

@@ -42,8 +42,8 @@ class BlockCall:
     split: list[bool]
     """Per input: whether a micro-batch takes its part of it."""
     autocast: tuple[bool, torch.dtype]
-    rng: list[Tensor] = field(default_factory=list)
-    """CPU RNG state before each micro-batch, so that dropout recomputes alike."""
+    rng: list[list[Tensor]] = field(default_factory=list)
+    """RNG states before each micro-batch, so that dropout recomputes alike."""
     buffers: list[list[Tensor]] = field(default_factory=list)
     """The block's buffers before each micro-batch, where its forward changes them."""
     out_spec: TreeSpec | None = None

@@ -21,6 +21,7 @@ from megaslide.streaming.calls import BlockCall, CallReader, InputGradients
 from megaslide.streaming.gradients import GradientBuffers
 from megaslide.streaming.layout import Unit
 from megaslide.streaming.slots import SlotCache
+from megaslide.streaming.transfer import Transfer
 
 Tensor = torch.Tensor
 
@@ -30,16 +31,18 @@ class Executor:
 
     def __init__(
         self,
+        transfer: Transfer,
         units: Sequence[Unit],
         slots: SlotCache,
         gradients: GradientBuffers,
         activations: Activations,
         micro_batch_size: int | None,
         shared_inputs: Sequence[str] = (),
-        device_type: str = "cpu",
     ) -> None:
-        self._units, self._slots, self._gradients = units, slots, gradients
-        self._activations, self._device_type = activations, device_type
+        self._transfer, self._units, self._slots = transfer, units, slots
+        self._gradients, self._activations = gradients, activations
+        self._random = RandomState(transfer.device)
+        device_type = transfer.device.type
         blocks = {unit: units[unit].module for unit in range(1, len(units))}
         self._reader = CallReader(blocks, micro_batch_size, shared_inputs, device_type)
         self._buffers = {unit: BlockBuffers(block) for unit, block in blocks.items()}
@@ -106,12 +109,12 @@ class Executor:
         passed: list[bool] = []
         with (
             self._weights(call.unit, upcoming) as weights,
-            self._slots.trace.span("compute", f"forward {name}"),
+            self._transfer.computing(f"forward {name}"),
             torch.no_grad(),
         ):
             for piece in call.pieces():
                 if training:
-                    call.rng.append(torch.get_rng_state())
+                    call.rng.append(self._random.capture())
                 arguments = [t.detach() for t in call.cut(inputs, piece)]
                 with self._buffers[call.unit].observed(call if training else None):
                     outputs = self._run(call, original, weights, arguments)
@@ -130,19 +133,19 @@ class Executor:
         """Gradients of `inputs`; those of the block's parameters go to its gradient buffer."""
         upcoming = self.order[: call.index][::-1]
         input_grads = InputGradients(call, inputs, needed)
-        trace, name = self._slots.trace, self._units[call.unit].layout.name
+        computing, name = self._transfer.computing, self._units[call.unit].layout.name
         with (
             self._weights(call.unit, upcoming) as weights,
             self._gradients.collecting(call.unit, weights),
-            torch.random.fork_rng(devices=[]),
+            self._random.kept(),
         ):
             for number, piece in enumerate(call.pieces()):
-                with trace.span("compute", f"recompute {name}"):
-                    torch.set_rng_state(call.rng[number])
+                with computing(f"recompute {name}"):
+                    self._random.restore(call.rng[number])
                     arguments = input_grads.leaves(piece)
                     with torch.enable_grad(), self._buffers[call.unit].rewound(call, number):
                         outputs = self._run(call, original, weights, arguments)
-                with trace.span("compute", f"backward {name}"):
+                with computing(f"backward {name}"):
                     grads = call.output_grads(out_grads, number, piece)
                     _backward(outputs, grads, [*arguments, *weights])
                     input_grads.collect(piece, arguments)
@@ -165,7 +168,7 @@ class Executor:
         enabled, dtype = call.autocast
         with (
             _placed(self._units[call.unit], weights, inputs[call.num_tensors :]),
-            torch.autocast(self._device_type, dtype=dtype, enabled=enabled),
+            torch.autocast(self._transfer.device.type, dtype=dtype, enabled=enabled),
         ):
             return call.take_outputs(original(*args, **kwargs))
 
@@ -178,6 +181,34 @@ class Executor:
             yield [p.weight(region).requires_grad_(p.trainable) for p in layout.parameters]
         finally:
             self._slots.release(unit)
+
+
+class RandomState:
+    """What dropout draws from: torch's generator of the host, and of the device if that differs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+
+    def capture(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        return (
+            states if self._module is None else [*states, self._module.get_rng_state(self._device)]
+        )
+
+    def restore(self, states: Sequence[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self._module is not None:
+            self._module.set_rng_state(states[1], self._device)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Afterwards the generators are as they were before."""
+        states = self.capture()
+        try:
+            yield
+        finally:
+            self.restore(states)
 
 
 class _StreamedBlock(torch.autograd.Function):

@@ -39,6 +39,8 @@ class Landed:
     """Norm (0-dim fp32) of each parameter's gradient, by name."""
     total: torch.Tensor | None = None
     """fp32 `[num_elements]` sum, where several bf16 gradients came; else the store has it."""
+    sent: bool = False
+    """Whether any has left the device, if only just."""
 
     def gradient(self, first: int, stored: torch.Tensor) -> torch.Tensor:
         """The gradient of elements that begin with the unit's `first`, given what the store has."""
@@ -72,7 +74,7 @@ class GradientBuffers:
         self._ring.reverse()
         self._transfer.wait(buffer.landed, "gradient buffer landed")
         layout = self._units[unit].layout
-        with self._transfer.trace.span("compute", f"clear {layout.name}"):
+        with self._transfer.computing(f"clear {layout.name}"):
             present = self._watch(buffer, list(zip(layout.parameters, leaves, strict=True)))
         yield
         self._expected[unit] -= 1
@@ -119,20 +121,21 @@ class GradientBuffers:
         if not present:
             return
         layout, landed = self._units[unit].layout, self.landed[unit]
-        with self._transfer.trace.span("compute", f"round {layout.name}"):
+        with self._transfer.computing(f"round {layout.name}"):
             outbound = self._outbound(layout, buffer)
+        target = self._store.landing_memory(unit)[: 0 if landed.sent else None]
+        landed.sent = True
+
+        def land(arrived: torch.Tensor) -> None:
+            with self._store.landing(unit, keep=bool(landed.norms)) as stored:
+                _land(layout, landed, stored, arrived, outbound, present)
+
         buffer.landed = self._transfer.d2h(
-            self._store.landing_memory(unit), outbound,
-            {"gradient computed": self._transfer.record()}, layout.name,
-            land=lambda _, arrived: self._land(unit, landed, arrived, present),
-        )  # fmt: skip
+            target, outbound, {"gradient computed": self._transfer.record()}, layout.name, land=land
+        )
         self._pending.append(buffer.landed)
         if self.on_complete is not None and self._expected[unit] == 0:
             self.on_complete(unit, buffer.landed)
-
-    def _land(self, unit: int, landed: Landed, arrived: torch.Tensor, present: set[str]) -> None:
-        with self._store.landing(unit, keep=bool(landed.norms)) as target:
-            _land(self._units[unit].layout, landed, target, arrived, present)
 
     def _outbound(self, layout: UnitLayout, buffer: _Buffer) -> torch.Tensor:
         if not buffer.outbound.numel():
@@ -164,22 +167,36 @@ class _Accumulate:
 
 
 def _land(
-    layout: UnitLayout, landed: Landed, target: torch.Tensor, arrived: torch.Tensor,
-    present: set[str],
+    layout: UnitLayout, landed: Landed, stored: torch.Tensor, arrived: torch.Tensor,
+    outbound: torch.Tensor, present: set[str],
 ) -> None:  # fmt: skip
-    """Host side: store or add the region, then take the norms of what there is now."""
+    """Host side: store or add what arrived, then take the norms of what there is now.
+
+    Those of a first gradient come from the device's copy of it, where a norm costs nothing.
+    """
     if not landed.norms:
-        copy_bytes(target, arrived)
-    elif all(s.dtype == torch.float32 for s in layout.segments):
+        if arrived.data_ptr() != stored.data_ptr():
+            copy_bytes(stored, arrived)
+        landed.norms = _norms({p.name: p.weight(outbound) for p in layout.trainable}, present)
+        return
+    if all(s.dtype == torch.float32 for s in layout.segments):
         for segment in layout.segments:
-            segment.weight(target).add_(segment.weight(arrived))
+            segment.weight(stored).add_(segment.weight(arrived))
     else:
-        landed.total = _added(layout, landed.total, target, arrived)
-    for parameter in layout.trainable:
-        if parameter.name in present or parameter.name in landed.norms:
-            whole = landed.total
-            held = parameter.weight(target) if whole is None else parameter.element(whole)
-            landed.norms[parameter.name] = torch.linalg.vector_norm(held.float())
+        landed.total = _added(layout, landed.total, stored, arrived)
+    total = landed.total
+    sums = {
+        p.name: p.weight(stored) if total is None else p.element(total) for p in layout.trainable
+    }
+    landed.norms |= _norms(sums, present | set(landed.norms))
+
+
+def _norms(gradients: dict[str, torch.Tensor], present: set[str]) -> dict[str, torch.Tensor]:
+    """Norm (0-dim fp32, on the host) of each present parameter's gradient, by name."""
+    names = [name for name in gradients if name in present]
+    norm = torch.linalg.vector_norm
+    each = [norm(gradients[name], dtype=torch.float32) for name in names]
+    return dict(zip(names, torch.stack(each).cpu(), strict=True))  # one copy for all
 
 
 def _added(

@@ -80,10 +80,14 @@ class Lane:
         weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def submit(
-        self, work: Task, name: str, *, after: Mapping[str, Event] = NOTHING, nbytes: int = 0
-    ) -> Event:
-        """Queue `work`, to run once the events in `after`, by reason, are done."""
-        done, trace, lane = Event(), self._trace, self.name
+        self, work: Task, name: str, *, after: Mapping[str, Event] = NOTHING, nbytes: int = 0,
+        done: Event | None = None,
+    ) -> Event:  # fmt: skip
+        """Queue `work`, to run once the events in `after`, by reason, are done.
+
+        `done` is the event that tells of its end, where the caller has one.
+        """
+        done, trace, lane = done or Event(), self._trace, self.name
 
         def run() -> None:
             try:

@@ -10,7 +10,7 @@ Scratch inside one operation (a few rows per thread) is not seen.
 import mmap
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,13 +20,20 @@ from torch.utils._pytree import tree_leaves
 
 from megaslide.errors import InputError
 from megaslide.streaming.layout import UnitLayout
+from megaslide.streaming.numa import interleave, online_nodes
 
 
 def host_memory(nbytes: int) -> torch.Tensor:
-    """uint8 `[nbytes]` outside of torch's heap, so that it goes back to the system when freed."""
+    """uint8 `[nbytes]` outside of torch's heap, so that it goes back to the system when freed.
+
+    Where memory has several nodes, its pages are spread over all of them.
+    """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    region = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    if len(nodes := online_nodes()) > 1:
+        interleave(region, nodes)
+    return region
 
 
 def planned_device_bytes(units: Sequence[UnitLayout], slots: int) -> dict[str, int]:
@@ -110,6 +117,28 @@ class DeviceMemory:
                 yield
         finally:
             self.peak_activations = max(self.peak_activations, follower.peak)
+
+
+class AcceleratorMemory(DeviceMemory):
+    """The same of a device whose allocator counts for itself.
+
+    Args:
+        reset: lets the allocator forget its peak.
+        peak: the allocator's peak, in bytes.
+    """
+
+    def __init__(self, reset: Callable[[], None], peak: Callable[[], int]) -> None:
+        super().__init__()
+        self._reset, self._peak = reset, peak
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        self._reset()
+        try:
+            yield
+        finally:
+            activations = self._peak() - sum(self.arenas.values())
+            self.peak_activations = max(self.peak_activations, activations)
 
 
 class _StorageFollower(TorchDispatchMode):

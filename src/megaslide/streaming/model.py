@@ -14,19 +14,19 @@ import torch
 from torch import nn
 
 from megaslide.streaming import checkpoint
+from megaslide.streaming.accelerator import open_transfer
 from megaslide.streaming.activations import Activations
 from megaslide.streaming.executor import Executor
 from megaslide.streaming.filling import fill_store
 from megaslide.streaming.gradients import GradientBuffers
-from megaslide.streaming.lanes import Event, Lanes
+from megaslide.streaming.lanes import Event
 from megaslide.streaming.layout import Unit, find_blocks, plan_units
 from megaslide.streaming.memory import require_budget
 from megaslide.streaming.optimizer import StreamedAdamW
 from megaslide.streaming.options import StreamOptions
 from megaslide.streaming.slots import SlotCache
 from megaslide.streaming.store import Store
-from megaslide.streaming.transfer import CpuTransfer, Transfer
-from megaslide.tracing import Trace
+from megaslide.streaming.transfer import Transfer
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -57,10 +57,10 @@ def stream(model: nn.Module, **options: Any) -> "StreamedModel":
     Raises:
         ValueError: no blocks found, an unknown name, or an option out of range.
         InputError: the device budget is too small for one block, or RAM or disk for the state.
-        RuntimeError: the device has no transfer backend.
+        RuntimeError: torch finds no such device.
     """
     chosen = StreamOptions(**options)
-    return build(model, chosen, _transfer(chosen))
+    return build(model, chosen, open_transfer(chosen))
 
 
 def build(model: nn.Module, chosen: StreamOptions, transfer: Transfer) -> "StreamedModel":
@@ -95,16 +95,17 @@ class StreamedModel:
         self._torn = False
         self.store = store
         for buffer in store.buffers:
-            transfer.memory.exclude(buffer)
+            transfer.adopt(buffer)
         self._optimizer = StreamedAdamW(self.store, transfer.lanes, options.ema_decay)
         blocks = list(range(1, len(units)))
         updated = self._optimizer.updated
         self._slots = SlotCache(transfer, self.store, blocks, options.slots, updated)
         self._gradients = GradientBuffers(transfer, self.store, units)
         folder = None if options.activation_dir is None else Path(options.activation_dir)
+        activations = Activations(transfer, options.activations, folder)
         self._executor = Executor(
-            units, self._slots, self._gradients, Activations(transfer, options.activations, folder),
-            options.micro_batch_size, options.shared_inputs, transfer.device.type,
+            transfer, units, self._slots, self._gradients, activations,
+            options.micro_batch_size, options.shared_inputs,
         )  # fmt: skip
         self._place_resident()
 
@@ -364,11 +365,3 @@ class StreamedModel:
         self._resident_ready: Event = self._transfer.h2d(
             self._resident, lambda: self.store.weights(0), after, "resident"
         )
-
-
-def _transfer(options: StreamOptions) -> Transfer:
-    device = torch.device(options.device)
-    if device.type != "cpu":
-        raise RuntimeError(f"device {str(device)!r} has no transfer backend yet; use device='cpu'")
-    lanes = Lanes(options.trace or Trace())
-    return CpuTransfer(lanes, options.hooks, link_gb_s=options.link_gb_s)

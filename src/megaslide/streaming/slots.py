@@ -34,7 +34,6 @@ class SlotCache:
         self, transfer: Transfer, store: Store, blocks: list[int], count: int,
         updated: Callable[[int], Event],
     ) -> None:  # fmt: skip
-        self.trace = transfer.trace
         self._transfer, self._store, self._updated = transfer, store, updated
         size = max(store.units[b].weight_nbytes for b in blocks)
         count = min(count, len(blocks))

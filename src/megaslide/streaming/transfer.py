@@ -2,8 +2,8 @@
 
 Two lanes (`h2d`, `d2h`) each run their copies in the order given; every copy may wait for events
 and returns one. That contract is the same on every device. Here is the CPU backend: a worker
-thread per lane copies between separate arenas, so the streaming logic that a GPU needs is the
-logic that runs, and a missing wait is a wrong number, not a harmless alias.
+thread per lane copies between separate arenas, so the streaming logic that a GPU needs (see
+`accelerator`) is the logic that runs, and a missing wait is a wrong number, not a harmless alias.
 
 `TransferHooks` turn rare races into failing tests: any copy can be delayed at random (seeded), and
 memory that is about to be overwritten is filled with NaN. An emulated link makes copies take the
@@ -13,6 +13,7 @@ time that a real one would need, asleep, so that overlap can be measured where t
 import random
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -27,6 +28,7 @@ NAN_BYTE = 0xFF  # four of them are a float32 NaN, two a bfloat16 NaN
 
 Reasons = Mapping[str, Event]
 """Events by why they are waited for."""
+Land = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +60,10 @@ class Transfer(Protocol):
         """A uint8 device buffer `[nbytes]`, held until `close`."""
         ...
 
+    def adopt(self, region: torch.Tensor) -> None:
+        """Make host memory, which then lives as long as this, fit for copies."""
+        ...
+
     def host(self, nbytes: int) -> torch.Tensor:
         """A uint8 host buffer `[nbytes]` that copies can use."""
         ...
@@ -70,9 +76,16 @@ class Transfer(Protocol):
 
     def d2h(
         self, target: torch.Tensor, source: torch.Tensor, after: Reasons, name: str, *,
-        land: Callable[[torch.Tensor, torch.Tensor], None] = copy_bytes,
+        land: Land | None = None,
     ) -> Event:  # fmt: skip
-        """Bring a device region to the host; `land(target, arrived)` combines the two there."""
+        """Bring a device region to the host: to `target`, or if that is empty to the lane's own.
+
+        `land(arrived)` then uses what is there, on the lane, while `source` is still valid.
+        """
+        ...
+
+    def computing(self, name: str) -> AbstractContextManager[None]:
+        """Around work that is issued to the device: records its time there as a span."""
         ...
 
     def record(self) -> Event:
@@ -118,26 +131,34 @@ class CpuTransfer:
         self.memory.add_arena(region, kind)
         return region
 
+    def adopt(self, region: torch.Tensor) -> None:
+        self.memory.exclude(region)
+
     def host(self, nbytes: int) -> torch.Tensor:
         region = host_memory(nbytes)
-        self.memory.exclude(region)
+        self.adopt(region)
         return region
 
     def h2d(
         self, target: torch.Tensor, source: Callable[[], torch.Tensor], after: Reasons, name: str
     ) -> Event:
-        return self._copy(
-            self._h2d, source, partial(copy_bytes, target), after, name, target.nbytes,
-            overwrites=target,
-        )  # fmt: skip
+        land = partial(copy_bytes, target)
+        return self._copy(self._h2d, source, land, after, name, target.nbytes, overwrites=target)
 
     def d2h(
         self, target: torch.Tensor, source: torch.Tensor, after: Reasons, name: str, *,
-        land: Callable[[torch.Tensor, torch.Tensor], None] = copy_bytes,
+        land: Land | None = None,
     ) -> Event:  # fmt: skip
-        return self._copy(
-            self._d2h, lambda: source, partial(land, target), after, name, source.nbytes
-        )
+        def arrive(region: torch.Tensor) -> None:
+            if target.nbytes:
+                copy_bytes(target, region)
+            if land is not None:
+                land(target if target.nbytes else region)
+
+        return self._copy(self._d2h, lambda: source, arrive, after, name, source.nbytes)
+
+    def computing(self, name: str) -> AbstractContextManager[None]:
+        return self.trace.span("compute", name)
 
     def record(self) -> Event:
         return Event.completed()  # CPU compute is synchronous
@@ -157,9 +178,8 @@ class CpuTransfer:
         self._d2h.close()
 
     def _copy(
-        self, lane: Lane, source: Callable[[], torch.Tensor],
-        land: Callable[[torch.Tensor], None], after: Reasons, name: str, nbytes: int, *,
-        overwrites: torch.Tensor | None = None,
+        self, lane: Lane, source: Callable[[], torch.Tensor], land: Land, after: Reasons,
+        name: str, nbytes: int, *, overwrites: torch.Tensor | None = None,
     ) -> Event:  # fmt: skip
         poisoned = overwrites if self._hooks.poison else None
         delay = self._random.uniform(0, self._hooks.max_delay_s)

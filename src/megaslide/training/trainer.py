@@ -32,10 +32,11 @@ from megaslide.sampling import (
     family_pipeline,
     generate,
     sample_size,
-    sampling_shift,
+    sampling_sigmas,
     save_samples,
 )
 from megaslide.streaming import NonFiniteGradientError, StreamedModel, stream
+from megaslide.streaming.placement import chosen_device, encoder_placement
 from megaslide.tracing import Trace, summarize
 from megaslide.training.schedules import learning_rate
 
@@ -57,7 +58,7 @@ class Trainer:
         config = self.config
         self.run = Path(config.output_dir)
         self.codec = build_codec(config.data.codec)
-        self.text_encoder = build_text_encoder(config.data.text)
+        self.text_encoder = build_text_encoder(config.data.text, encoder_placement(config.offload))
         self.network = planned.network
         self.recipe = recipe_of(config, self.network)
         cache = Path(config.data.cache_dir)
@@ -74,7 +75,7 @@ class Trainer:
         self.pipeline = family_pipeline(
             self.network, self.recipe, self.codec, self.model, self.dtype
         )
-        self.device = torch.device(_device(config))
+        self.device = torch.device(chosen_device(config.offload))
         self.generator = torch.Generator().manual_seed(train.seed)
         self.step = 0
         self._last_step = (0.0, 0.0)
@@ -137,14 +138,12 @@ class Trainer:
 
     def _conditioning(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Text of the batch, some of it replaced by the empty caption for guidance."""
-        text, mask = batch.text.clone(), batch.mask.clone()
-        empty_text, empty_mask = self.dataset.empty_text()
-        drop = torch.rand(len(text), generator=self.generator) < self.config.data.caption_dropout
-        text[drop], mask[drop] = empty_text, empty_mask
-        return {
-            "encoder_hidden_states": text.to(self.device),
-            "encoder_attention_mask": mask.to(self.device),
-        }
+        empty, dropout = self.dataset.empty_text(), self.config.data.caption_dropout
+        drop = torch.rand(len(batch.text), generator=self.generator) < dropout
+        given = {key: value.clone() for key, value in batch.conditioning().items()}
+        for key, value in given.items():
+            value[drop] = empty[key]
+        return {key: value.to(self.device) for key, value in given.items()}
 
     def _tokens(self, latents: torch.Tensor) -> int:
         return len(latents) * latents[0, 0].numel() // math.prod(self.network.patch_size)
@@ -190,11 +189,11 @@ class Trainer:
         settings = self.config.sample
         prompts = prompts or settings.prompts
         bucket = sample_size(settings, self.config, self.codec, self.network.patch_size)
-        shift = sampling_shift(self.recipe, self.codec, self.network, bucket)
+        sigmas = sampling_sigmas(self.recipe, self.codec, self.network, bucket, settings)
         with self.sampled_weights():
             frames = generate(
                 self.denoiser, self.codec, self.text_encoder, prompts,
-                bucket=bucket, settings=settings, shift=shift, device=self.device,
+                bucket=bucket, settings=settings, sigmas=sigmas, device=self.device,
                 pipeline=self.pipeline,
             )  # fmt: skip
         return save_samples(frames, prompts, folder, settings.fps, settings)
@@ -270,7 +269,7 @@ class Trainer:
         torch.manual_seed(config.train.seed)
         model = stream(
             self.network.build(self.dtype),
-            device=_device(config),
+            device=chosen_device(config.offload),
             lr=optim.learning_rate,
             betas=(optim.adam_beta1, optim.adam_beta2),
             eps=optim.adam_epsilon,
@@ -329,12 +328,6 @@ def recipe_of(config: Config, network: Network) -> Recipe:
         )
     levels = expert_range(source.pipeline, source.folder.name)
     return Recipe(train=config.train, scheduler=source.scheduler, sigma_range=levels)
-
-
-def _device(config: Config) -> str:
-    if config.offload.device != "auto":
-        return config.offload.device
-    return "cpu"  # the only transfer backend so far
 
 
 def _bytes(gigabytes: float | None) -> int | None:

@@ -37,9 +37,6 @@ class Family:
         InputError: a variant of the family that needs inputs nobody gives it here.
     """
 
-    needs_pooled_text = False
-    """Whether `pooled_projections` [B, D'] must be among the conditioning."""
-
     def __init__(
         self, config: Mapping[str, Any], *, fps: float | None = None, guidance: float = 1.0
     ) -> None:
@@ -60,6 +57,11 @@ class Family:
     def text_dim(self) -> int:
         """Channels D of the text embeddings."""
         return int(self.config["text_embed_dim"])
+
+    @property
+    def pooled_dim(self) -> int | None:
+        """Channels P of `pooled_projections` [B, P] among the conditioning; None: there are none"""
+        return None
 
     @property
     def patch_size(self) -> Triple:
@@ -84,6 +86,17 @@ class Family:
     def prediction(self, output: Tensor, latents: Tensor) -> Tensor:
         """The transformer's output in the common convention, [B, C, T, H, W]."""
         return output
+
+    def _per_token(self, latents: Tensor, timestep: Tensor) -> Tensor:
+        """[B, T] to [B, N]: tokens lie frame by frame, and a token takes its first frame's time.
+
+        One time per sample, [B], stays as it is.
+        """
+        if timestep.ndim == 1:
+            return timestep
+        t, h, w = self.patch_size
+        in_frame = (latents.shape[3] // h) * (latents.shape[4] // w)
+        return timestep[:, ::t].repeat_interleave(in_frame, dim=1)
 
     def _check(self) -> None:
         given = int(self.config["in_channels"])
@@ -115,30 +128,27 @@ class Wan(Family):
         return int(self.config["text_dim"])
 
     def arguments(self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Arguments:
-        if timestep.ndim == 2:
-            timestep = self._per_token(latents, timestep)
         return {
             "hidden_states": latents,
-            "timestep": timestep,
+            "timestep": self._per_token(latents, timestep),
             "encoder_hidden_states": padded(text, self.TEXT_LENGTH),
         }
-
-    def _per_token(self, latents: Tensor, timestep: Tensor) -> Tensor:
-        """[B, T] to [B, N]: tokens lie frame by frame, and a token takes its first frame's time."""
-        t, h, w = self.patch_size
-        in_frame = (latents.shape[3] // h) * (latents.shape[4] // w)
-        return timestep[:, ::t].repeat_interleave(in_frame, dim=1)
 
 
 class LTX(Family):
     """LTX-Video: tokens instead of a volume, positions in seconds and pixels.
 
     Velocity at t = 1000·sigma. Positions are scaled by (8/fps, 32, 32), the pixels and frames of
-    one latent voxel. Source: pipelines/ltx/pipeline_ltx.py.
+    one latent voxel. Image-to-video has one timestep per token, 0 on those of a given frame.
+    Source: pipelines/ltx/pipeline_ltx.py, pipeline_ltx_image2video.py.
     """
 
     FPS = 25.0
     VOXEL = (8, 32, 32)
+
+    @property
+    def takes_first_frame(self) -> bool:
+        return True
 
     @property
     def text_dim(self) -> int:
@@ -148,7 +158,7 @@ class LTX(Family):
         t, h, w = self.VOXEL
         return {
             "hidden_states": latents.flatten(2).transpose(1, 2),  # [B, THW, C]
-            "timestep": timestep,
+            "timestep": self._per_token(latents, timestep),
             "encoder_hidden_states": text,
             "encoder_attention_mask": mask,
             **dict(zip(("num_frames", "height", "width"), latents.shape[2:], strict=True)),
@@ -231,7 +241,9 @@ class HunyuanVideo(Family):
     `pooled_projections`. Source: pipelines/hunyuan_video/pipeline_hunyuan_video.py.
     """
 
-    needs_pooled_text = True
+    @property
+    def pooled_dim(self) -> int | None:
+        return int(self.config["pooled_projection_dim"])
 
     def arguments(self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Arguments:
         guided = bool(self.config.get("guidance_embeds"))
@@ -243,6 +255,14 @@ class HunyuanVideo(Family):
             "encoder_attention_mask": mask.to(latents.dtype),
             "guidance": latents.new_full((len(latents),), scale) if guided else None,
         }
+
+    def _check(self) -> None:
+        super()._check()
+        if (condition := self.config.get("image_condition_type")) is not None:
+            raise InputError(
+                f"HunyuanVideo with image_condition_type={condition!r} is image-to-video",
+                "give the text-to-video model of the family",
+            )
 
 
 class CogVideoX(Family):

@@ -8,6 +8,7 @@ stops at latents, which the codec decodes.
 Shapes: B prompts, C t h w latents, L text tokens of D channels.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,8 @@ class Kind:
     layout: str = "volume"
     """Of its latents: `volume` [B, C, t, h, w], `frames` [B, t, C, h, w] or `tokens` [B, N, C]."""
     takes_fps: bool = False
+    pools: bool = False
+    """Whether it takes pooled text."""
 
 
 KINDS: dict[str, Kind] = {
@@ -57,6 +60,10 @@ KINDS: dict[str, Kind] = {
         text_length=lambda config: int(config["max_sequence_length"]),
         scales=("vae_temporal_scale_factor", "vae_spatial_scale_factor"),
     ),
+    "HunyuanVideoTransformer3DModel": Kind(
+        class_name="HunyuanVideoPipeline", masks=True, pools=True,
+        scales=("vae_scale_factor_temporal", "vae_scale_factor_spatial"),
+    ),
 }  # fmt: skip
 """By the transformer's class. Cosmos' pipelines insist on a safety model of their own."""
 
@@ -71,6 +78,8 @@ class FamilyPipeline:
         dtype: what latents and text are given in.
         scheduler: scheduler_config.json.
         block: pixels per latent voxel (t, h, w), h and w the same.
+        experts: where `model` is for high noise only, the one for low noise, streamed, and the
+            sigma below which it takes over.
     """
 
     def __init__(
@@ -82,15 +91,21 @@ class FamilyPipeline:
         dtype: torch.dtype,
         scheduler: Mapping[str, Any],
         block: Triple,
+        experts: tuple[Any, float] | None = None,
     ) -> None:
         import diffusers
 
         self._kind, self._family, self._dtype, self._block = KINDS[class_name], family, dtype, block
         known = getattr(diffusers, str(scheduler["_class_name"]))
-        self._pipeline: Any = getattr(diffusers, self._kind.class_name)(
-            tokenizer=None, text_encoder=None, vae=None, transformer=_Streamed(model, dtype),
-            scheduler=known.from_config(dict(scheduler)),
-        )  # fmt: skip
+        cls = getattr(diffusers, self._kind.class_name)
+        parts: dict[str, Any] = {
+            "transformer": _Streamed(model, dtype),
+            "scheduler": known.from_config(dict(scheduler)),
+        }
+        if experts is not None:
+            second, boundary = experts
+            parts |= {"transformer_2": _Streamed(second, dtype), "boundary_ratio": boundary}
+        self._pipeline: Any = cls(**dict.fromkeys(_required_parts(cls)) | parts)
         for attribute, scale in zip(self._kind.scales, block[:2], strict=True):
             setattr(self._pipeline, attribute, scale)
         self._pipeline.set_progress_bar_config(disable=True)
@@ -110,7 +125,8 @@ class FamilyPipeline:
 
         Args:
             noise: N(0, 1).
-            conditioning: `encoder_hidden_states` [B, L, D] and `encoder_attention_mask` [B, L].
+            conditioning: `encoder_hidden_states` [B, L, D], `encoder_attention_mask` [B, L], and
+                `pooled_projections` [B, P] where the family takes it.
             negative: the same for the negative prompt.
             steps: model evaluations (twice as many with guidance).
             guidance_scale: 1 or less turns guidance off.
@@ -121,11 +137,23 @@ class FamilyPipeline:
         speed = {"frame_rate": self._family.fps or 25.0} if self._kind.takes_fps else {}
         latents = self._pipeline(
             latents=self._packed(noise), num_frames=(t - 1) * bt + 1, height=h * bh, width=w * bw,
-            num_inference_steps=steps, guidance_scale=guidance_scale, output_type="latent",
-            return_dict=False, callback_on_step_end=_reporting(progress, steps),
-            **self._text(conditioning, ""), **self._text(negative, "negative_"), **speed,
+            num_inference_steps=steps, output_type="latent", return_dict=False,
+            callback_on_step_end=_reporting(progress, steps), **self._text(conditioning, ""),
+            **self._guidance(guidance_scale, negative), **speed,
         )[0]  # fmt: skip
         return self._unpacked(latents, noise).float()
+
+    def _guidance(self, scale: float, negative: Mapping[str, Tensor]) -> dict[str, Any]:
+        """HunyuanVideo's pipeline calls `guidance_scale` what its transformer is told.
+
+        One that was distilled to follow it is sampled without a negative prompt, as published.
+        """
+        if not self._kind.pools:
+            return {"guidance_scale": scale, **self._text(negative, "negative_")}
+        told = {"guidance_scale": self._family.guidance}
+        if self._family.config.get("guidance_embeds"):
+            return told
+        return told | {"true_cfg_scale": scale, **self._text(negative, "negative_")}
 
     def _text(self, given: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
         text, mask = given[TEXT].to(self._dtype), given[MASK].bool()
@@ -133,7 +161,12 @@ class FamilyPipeline:
             length = self._kind.text_length(self._family.config)
             text, mask = padded(text, length), padded(mask[..., None], length)[..., 0]
         arguments = {f"{prefix}prompt_embeds": text}
-        return arguments | ({f"{prefix}prompt_attention_mask": mask} if self._kind.masks else {})
+        if self._kind.masks:
+            arguments[f"{prefix}prompt_attention_mask"] = mask
+        if self._kind.pools:
+            pooled = given["pooled_projections"].to(self._dtype)
+            arguments[f"{prefix}pooled_prompt_embeds"] = pooled
+        return arguments
 
     def _packed(self, noise: Tensor) -> Tensor:
         if self._kind.layout == "tokens":
@@ -159,6 +192,11 @@ class _Streamed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model.module, name)
+
+
+def _required_parts(cls: Any) -> list[str]:
+    parameters = inspect.signature(cls).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty]
 
 
 def _reporting(progress: Progress | None, steps: int) -> Callable[..., dict[str, Any]] | None:
