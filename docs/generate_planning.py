@@ -45,7 +45,24 @@ megaslide plan configs/tiny.yaml                          # on this machine, whi
 megaslide plan 14b --gpu h200 --ram 512GB                 # on one that is not at hand
 megaslide plan /models/Wan2.1-T2V-14B --gpu rtx5090 --ram 256GB offload.state_format=split8
 megaslide plan 105b --gpu h200 --ram 1536GB --frames 256 --height 1088 --width 1920 --json
+megaslide plan 14b --gpu rtx4090 --ram 256GB --html plan.html   # memory bars and a timeline
 ```
+
+`megaslide train` makes the same plan for this machine before it reads data. What cannot fit stops
+there, with the bytes that are missing and the changes that would fit. What the config leaves open
+is decided by the plan, logged, and saved with the run:
+
+| key of `offload` | `auto` becomes |
+| --- | --- |
+| `slots` (`auto` by default) | 2, or up to 4 where that shortens a step by more than a percent |
+| `activations` (`auto` by default) | `device` where they fit, else `host` |
+| `tier`, `gradient_tier` | `ram` where it is large enough, else `disk` |
+| `state_format` | `split`; `split8`, which rounds the moments, only where `split` fits nowhere |
+
+Rates are measured briefly at every start, or taken from `offload.rates`, a file that `megaslide
+info --probe --json rates.json` wrote. On the CPU a step takes longer than planned, because little
+of it runs at the rate of large matrix products; the bytes hold. A model whose forward looks at the
+values of its inputs has no plan: training warns and goes on, and the engine refuses by itself.
 
 Bytes are exact: they are the engine's own arithmetic. Seconds come from a simulated step, in which
 the engine itself runs a skeleton of the model on a clock, at the machine's rates. For an
@@ -85,13 +102,19 @@ def accuracy() -> str:
     if not PLANS.exists():
         return ""
     found = json.loads(PLANS.read_text())
-    return _wrapped(
+    text = (
         f"Predicted beside measured on {found['machine']['cpu']} with emulated links, "
         f"{len(found['rows'])} configurations: median error "
         f"{percent(found['step_error_median'])}, largest {percent(found['step_error_max'])}; "
         f"bytes exact in {'all' if found['peak_bytes_exact'] else 'not all'} "
-        "(`megaslide bench plan`).\n"
+        "(`megaslide bench plan`). "
     )
+    if ratios := found.get("choice_over_best", {}).values():
+        text += (
+            f"Beside every choice that a config may leave open, measured for {len(ratios)} models, "
+            f"a step of what the planner chooses takes at most {max(ratios):.2f} of the best.\n"
+        )
+    return _wrapped(text.rstrip() + "\n")
 
 
 def state() -> Iterable[str]:

@@ -77,11 +77,12 @@ DEVICES: dict[str, Device] = dict(
         ),
         _device(
             "rtx5090", tflop_s=209.5, gb=32, gb_s=1792, link=PCIE5_X16,
-            source="NVIDIA RTX Blackwell GPU Architecture whitepaper, GeForce RTX 5090",
+            source="NVIDIA RTX Blackwell GPU Architecture whitepaper, GeForce RTX 5090: a quarter "
+            "of 838 TFLOPS, which are with sparsity and sums in fp16",
         ),
         _device(
             "l40s", tflop_s=362.05, gb=48, gb_s=864, link=PCIE4_X16,
-            source="NVIDIA L40S GPU datasheet",
+            source="NVIDIA L40S GPU datasheet: 733 TFLOPS with sparsity, PCIe Gen4 x16",
         ),
         _device(
             "mi300x", tflop_s=1307.4, gb=192, gb_s=5300, link=PCIE5_X16,
