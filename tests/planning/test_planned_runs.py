@@ -12,6 +12,7 @@ from megaslide.config import Config, load_config
 from megaslide.errors import InputError
 from megaslide.planning import here
 from megaslide.planning.costs import UnknownCostsError
+from megaslide.planning.devices import device_named
 from megaslide.planning.here import machine_here
 from megaslide.planning.plan import Choice
 from megaslide.planning.rates import DiskRates, Rates
@@ -79,6 +80,24 @@ def test_without_a_file_it_measures_the_disk_only_where_one_may_be_used(
     assert folders == [tmp_path if tier == "auto" else None]
     assert not (tmp_path / "not").exists()
     assert found.basis["compute"] == "measured here just now"
+
+
+def test_on_a_gpu_its_own_rates_stand_beside_those_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, h200 = machine(configure(tmp_path), tmp_path), device_named("h200")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (140 * 10**9, 150 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    found = machine(configure(tmp_path), tmp_path)
+    assert (found.peak_flop_s, found.device_bytes) == (h200.bf16_flop_s, 140 * 10**9)
+    assert (found.link_bytes_s, found.memory_bytes_s) == (h200.link_bytes_s, h200.memory_bytes_s)
+    assert (found.adamw_bytes_s, found.disk_bytes_s) == (plain.adamw_bytes_s, plain.disk_bytes_s)
+    assert not found.device_is_host
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    found = machine(configure(tmp_path), tmp_path)
+    assert found.flop_s == plain.flop_s
+    assert "no rates are known of Tesla T4" in found.basis["compute"]
 
 
 def test_a_brief_measurement_is_near_enough_and_made_once(tmp_path: Path) -> None:

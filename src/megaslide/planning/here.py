@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from megaslide.planning.devices import device_called
 from megaslide.planning.hardware import disk_free
-from megaslide.planning.plan import Machine
+from megaslide.planning.plan import Machine, accelerator
 from megaslide.planning.rates import Rates, brief_rates
 from megaslide.planning.subject import Subject
 from megaslide.streaming.budget import available_ram
@@ -48,10 +49,11 @@ def machine_here(
     if offload.link_gb_s is not None and offload.link_gb_s * 1e9 < link:
         link, basis["link"] = offload.link_gb_s * 1e9, "emulated (offload.link_gb_s)"
     device = chosen_device(offload)
+    machine = replace(machine, link_bytes_s=link, basis=basis)
     if device == "cuda":
-        basis["compute"] += ", by the processor: rates of a GPU are not measured yet"
+        machine = with_gpu(machine, torch.cuda.get_device_name())
     return replace(
-        machine, name=device, link_bytes_s=link, basis=basis, ram_bytes=available_ram(),
+        machine, ram_bytes=available_ram(),
         device_bytes=device_budget(offload), device_is_host=device == "cpu",
         disk_bytes=disk_free(state_folder),
     )  # fmt: skip
@@ -70,6 +72,21 @@ def machine_of(rates: Rates, *, bf16: bool, told: str = "measured here just now"
         link_bytes_s=rates.copy_bytes_s, adamw_bytes_s=rates.adamw_lane_bytes_s,
         disk_bytes_s=rates.disk.both_bytes_s if rates.disk else None,
         device_is_host=True, basis=dict.fromkeys(names, told),
+    )  # fmt: skip
+
+
+def with_gpu(machine: Machine, driver_name: str) -> Machine:
+    """A measured processor with a GPU as the device, at its table's rates if it is a known one."""
+    known = device_called(driver_name)
+    if known is None:
+        basis = {"compute": f"{machine.basis['compute']}, by the processor: no rates are known of "
+                 f"{driver_name}"}  # fmt: skip
+        return replace(machine, name=driver_name, basis={**machine.basis, **basis})
+    gpu = accelerator(known)
+    basis = {key: gpu.basis[key] for key in ("compute", "link")}
+    return replace(
+        gpu, adamw_bytes_s=machine.adamw_bytes_s, disk_bytes_s=machine.disk_bytes_s,
+        basis={**machine.basis, **basis},
     )  # fmt: skip
 
 
