@@ -145,7 +145,7 @@ def _run_here(options: argparse.Namespace, part: Part, out: Path | None = None) 
 SHOWN = (
     "ms", "tflop_s", "limit_fraction", "peak_bytes", "gb_s", "of_bare", "step_s", "tokens_s", "mfu",
     "overlap", "peak_device_bytes", "ns_per_parameter", "kernel_ns_per_parameter", "parameters",
-    "worst", "passed", "copy_bytes_s", "gemm_flop_s",
+    "worst", "passed", "tests", "copy_bytes_s", "gemm_flop_s",
 )  # fmt: skip
 """Figures of a row that the table has room for, in order."""
 

@@ -9,7 +9,7 @@ from benchmarks.gpu_check.session import Row, Session
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (
-    sys.executable, "-m", "pytest", "tests/streaming", "-m", "gpu", "-q", "--tb=short",
+    sys.executable, "-m", "pytest", "tests/streaming", "-m", "gpu", "--tb=short",
     "--maxfail=40", "-p", "no:cacheprovider",
     # Warnings of the versions that happen to be installed there are not what is tested.
     "-o", "filterwarnings=default", "-W", "default",
@@ -32,6 +32,6 @@ def _pytest(session: Session) -> Row:
     text = log.read_text(errors="replace")
     counts = re.findall(r"(\d+)(?:/\d+)? (passed|failed|errors?|skipped|tests)\b", text)
     found = {word: int(number) for number, word in counts}
-    if done.returncode:
+    if done.returncode or not found:
         raise RuntimeError(f"pytest: exit code {done.returncode}: {text.strip()[-400:]}")
     return found
