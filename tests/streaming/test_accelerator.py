@@ -48,7 +48,7 @@ def test_host_memory_is_page_locked_once_and_given_back(
         streamed = stream(toys.net(), tier=tier, disk_path=tmp_path, activations="host")
         toys.train_streamed(streamed, toys.batches(1))
         locked = opened[-1].locked.copy()
-        buffers = {(b.data_ptr(), b.nbytes) for b in streamed.store.buffers if b.nbytes}
+        buffers = {(b.data_ptr(), b.nbytes) for b in streamed.store.crossing if b.nbytes}
         assert buffers <= set(locked)
         if tier == "ram":  # what only AdamW reads need not be
             arenas = {k: (a.data_ptr(), a.nbytes) for k, a in streamed.store.arenas.items()}

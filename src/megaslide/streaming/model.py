@@ -96,7 +96,7 @@ class StreamedModel:
         """Units whose update of this step was launched before `step`."""
         self._torn = False
         self.store = store
-        for buffer in store.buffers:
+        for buffer in store.crossing:
             transfer.adopt(buffer)
         self._optimizer = StreamedAdamW(self.store, transfer.lanes, options.ema_decay)
         blocks = list(range(1, len(units)))

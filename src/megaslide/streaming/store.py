@@ -33,10 +33,7 @@ from megaslide.streaming.staging import COUNTS, DiskRecords, Memory, Pieces, sta
 from megaslide.tracing import Trace
 
 Tier = Literal["ram", "disk"]
-CROSSING = ("weights", "gradients")
-"""Kinds of state that go to the device or come from it."""
-CHUNK = 1 << 20
-"""Elements that are set at a time, so that temporaries are small beside any block."""
+CHUNK = 1 << 20  # elements that are set at a time: temporaries are small beside any block
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,8 +196,8 @@ class Store:
     @property
     def nbytes(self) -> dict[str, int]:
         """Bytes held by kind, in RAM or on disk."""
-        on_disk = self._disk.nbytes if self._disk else {}
-        return {kind: arena.nbytes for kind, arena in self.arenas.items()} | on_disk
+        held = {kind: arena.nbytes for kind, arena in self.arenas.items()}
+        return held | (self._disk.nbytes if self._disk else {})
 
     @property
     def state_bytes(self) -> int:
@@ -209,9 +206,14 @@ class Store:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The host memory that copies may touch; masters and moments are for the CPU alone."""
-        crossing = [arena for kind, arena in self.arenas.items() if kind in CROSSING]
-        return [*crossing, *(self._disk.buffers if self._disk else [])]
+        """All host memory that the store holds: arenas and the disk tier's staging."""
+        return [*self.arenas.values(), *(self._disk.buffers if self._disk else [])]
+
+    @property
+    def crossing(self) -> list[torch.Tensor]:
+        """Those that copies may touch; masters and moments are for the CPU alone."""
+        arenas = [a for kind, a in self.arenas.items() if kind in ("weights", "gradients")]
+        return [*arenas, *(self._disk.buffers if self._disk else [])]
 
     @property
     def optimizer_kinds(self) -> list[str]:
@@ -320,9 +322,8 @@ class Store:
                 self._disk.read(unit, kind, memory[kind])
         yield UnitState(self._records[unit], memory)
         if write and self._disk is not None:
-            for kind, region in memory.items():
-                if kind not in self.arenas:
-                    self._disk.write(unit, kind, region)
+            for kind in memory.keys() - self.arenas.keys():
+                self._disk.write(unit, kind, memory[kind])
 
     def gradient(self, unit: int) -> torch.Tensor:
         """The unit's gradient region as it is now, uint8 `[gradient_nbytes]`."""
