@@ -43,6 +43,7 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
     "mochi": {**FLOW, "invert_sigmas": True},
     "skyreels": {"_class_name": "UniPCMultistepScheduler", "use_flow_sigmas": True},
     "hunyuan": {**FLOW, "shift": 7.0},
+    "hunyuan1.5": {**FLOW, "shift": 5.0},
 }  # fmt: skip
 TEXT_DIMS = {"cogvideox-rope": 8}
 CACHES = {
