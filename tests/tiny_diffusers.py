@@ -383,6 +383,7 @@ MODELS: dict[str, Tiny] = {
     "wan": wan(),
     "wan-ti2v": wan(inputs=wan_first_frame),
     "wan-i2v": wan(inputs=wan_image, in_channels=3 * C, image_dim=TEXT, added_kv_proj_dim=24),
+    "wan-a14b-i2v": wan(inputs=lambda: plain(3 * C), in_channels=3 * C),
     "wan-vace": Tiny(
         class_name="WanVACETransformer3DModel", inputs=vace, blocks=("vace_blocks", "blocks"),
         config={**WAN, "num_layers": 3, "vace_layers": [0, 2], "vace_in_channels": 3 * C},

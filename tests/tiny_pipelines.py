@@ -138,6 +138,27 @@ def write_hunyuan15_text(root: Path) -> tuple[Any, nn.Module]:
     return tokenizer, encoder.eval()
 
 
+def write_image_encoder(root: Path) -> tuple[Any, nn.Module]:
+    """Save a tiny CLIP vision model and its processor; returns (processor, encoder)."""
+    import transformers
+
+    side = {"height": 8, "width": 8}
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size=side)
+    processor.save_pretrained(root / "image_processor")
+    torch.manual_seed(4)
+    encoder: nn.Module = transformers.CLIPVisionModel(
+        transformers.CLIPVisionConfig(
+            hidden_size=tiny.TEXT, intermediate_size=16, num_hidden_layers=3, patch_size=4,
+            num_attention_heads=2, image_size=8,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.normal_(0, 0.3)
+    encoder.save_pretrained(root / "image_encoder")
+    return processor, encoder.eval()
+
+
 def write_scheduler(root: Path, values: dict[str, Any]) -> None:
     (root / "scheduler").mkdir(parents=True)
     (root / "scheduler" / "scheduler_config.json").write_text(json.dumps(values))

@@ -9,6 +9,7 @@ Shapes: B batch, C T H W latents, L text tokens of D channels.
 import torch
 from torch import Tensor
 
+from megaslide.config import Triple
 from megaslide.errors import InputError
 from megaslide.models.pretrained.family import NUM_TRAIN_TIMESTEPS, Arguments, Family, padded
 
@@ -18,14 +19,45 @@ class Wan(Family):
 
     Velocity at t = 1000·sigma. Text is zero-padded to 512 tokens, which attend without a mask.
     TI2V-5B takes one timestep per token: that of the token's latent frame, 0 on a frame that is
-    given. Source: pipelines/wan/pipeline_wan.py, pipeline_wan_i2v.py.
+    given. Image-to-video models (in_channels 2C + 4) take the first frame in channels beside the
+    noisy latents: a mask, of the 4 pixel frames in a latent one, that is 1 on the first frame, and
+    the latents of a clip that is grey after it; with image_dim (2.1), also a CLIP embedding of it.
+    Source: pipelines/wan/pipeline_wan.py, pipeline_wan_i2v.py.
     """
 
-    TEXT_LENGTH = 512
+    TEXT_LENGTH, IMAGE_LENGTH, MASK_CHANNELS = 512, 257, 4
 
     @property
     def takes_first_frame(self) -> bool:
-        return True
+        return self.image == "none"
+
+    @property
+    def channels(self) -> int:
+        return int(self.config.get("out_channels") or self.config["in_channels"])
+
+    @property
+    def image(self) -> str:
+        if int(self.config["in_channels"]) != 2 * self.channels + self.MASK_CHANNELS:
+            return "none"
+        return "latents" if self.image_dim is None else "encoder"
+
+    @property
+    def image_dim(self) -> int | None:
+        return self.config.get("image_dim")
+
+    def conditions(self, latents: Triple) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.image != "none":
+            shapes["image_latents"] = (self.channels, *latents)
+        if self.image_dim is not None:
+            shapes["encoder_hidden_states_image"] = (self.IMAGE_LENGTH, self.image_dim)
+        return shapes
+
+    def with_image(self, latents: Tensor, image_latents: Tensor) -> Tensor:
+        b, _, *size = latents.shape
+        mask = latents.new_zeros(b, self.MASK_CHANNELS, *size)
+        mask[:, :, 0] = 1
+        return torch.cat([latents, mask, image_latents], dim=1)
 
     @property
     def text_dim(self) -> int:
@@ -37,6 +69,15 @@ class Wan(Family):
             "timestep": self._per_token(latents, timestep),
             "encoder_hidden_states": padded(text, self.TEXT_LENGTH),
         }
+
+    def _check(self) -> None:
+        if self.config.get("pos_embed_seq_len") is not None:
+            raise InputError(
+                "Wan with pos_embed_seq_len takes the last frame as well as the first",
+                "give the text-to-video or image-to-video model of the family",
+            )
+        if self.image == "none":
+            super()._check()
 
 
 class LTX(Family):
@@ -148,6 +189,9 @@ class HunyuanVideo(Family):
     @property
     def pooled_dim(self) -> int | None:
         return int(self.config["pooled_projection_dim"])
+
+    def conditions(self, latents: Triple) -> dict[str, tuple[int, ...]]:
+        return {"pooled_projections": (int(self.config["pooled_projection_dim"]),)}
 
     def arguments(self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Arguments:
         guided = bool(self.config.get("guidance_embeds"))

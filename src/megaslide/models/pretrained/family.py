@@ -61,6 +61,29 @@ class Family:
         return None
 
     @property
+    def image(self) -> str:
+        """What it is given of the first frame, as `data.image.name` has it: `none`, `latents` or
+        `encoder`."""
+        return "none"
+
+    @property
+    def image_dim(self) -> int | None:
+        """Channels of the embedding of an image; None where it takes none."""
+        return None
+
+    def conditions(self, latents: Triple) -> dict[str, tuple[int, ...]]:
+        """Shapes, without the batch axis, of what it takes besides text, by keyword.
+
+        Args:
+            latents: (T, H, W) of the clip.
+        """
+        return {}
+
+    def with_image(self, latents: Tensor, image_latents: Tensor) -> Tensor:
+        """Its input: [B, C, T, H, W] with those of the first frame and grey ones after it."""
+        raise NotImplementedError
+
+    @property
     def patch_size(self) -> Triple:
         """Latent voxels per token (t, h, w)."""
         size = self.config.get("patch_size", 1)

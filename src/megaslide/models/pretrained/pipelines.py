@@ -22,6 +22,7 @@ from megaslide.models.pretrained.family import Family, padded
 
 Progress = Callable[[int, int], None]
 TEXT, MASK = "encoder_hidden_states", "encoder_attention_mask"
+IMAGE = ("image_latents", "encoder_hidden_states_image")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,13 +109,15 @@ class FamilyPipeline:
         self._kind, self._family, self._dtype, self._block = KINDS[class_name], family, dtype, block
         known = getattr(diffusers, str(scheduler["_class_name"]))
         cls = getattr(diffusers, self._kind.class_name)
+        self._experts = [_Streamed(model, dtype, family)]
         parts: dict[str, Any] = {
-            "transformer": _Streamed(model, dtype),
+            "transformer": self._experts[0],
             "scheduler": known.from_config(dict(scheduler)),
         }
         if experts is not None:
             second, boundary = experts
-            parts |= {"transformer_2": _Streamed(second, dtype), "boundary_ratio": boundary}
+            self._experts.append(_Streamed(second, dtype, family))
+            parts |= {"transformer_2": self._experts[1], "boundary_ratio": boundary}
         if self._kind.asks_sizes:
             parts["vae"] = _Sizes(family.channels, block)
         self._pipeline: Any = cls(**dict.fromkeys(_required_parts(cls)) | parts)
@@ -138,7 +141,7 @@ class FamilyPipeline:
         Args:
             noise: N(0, 1).
             conditioning: `encoder_hidden_states` [B, L, D], `encoder_attention_mask` [B, L], and
-                `pooled_projections` [B, P] where the family takes it.
+                `pooled_projections` [B, P] and conditions on images where the family takes them.
             negative: the same for the negative prompt.
             steps: model evaluations (twice as many with guidance).
             guidance_scale: 1 or less turns guidance off.
@@ -146,6 +149,8 @@ class FamilyPipeline:
         """
         t, h, w = noise.shape[2:]
         bt, bh, bw = self._block
+        for expert in self._experts:
+            expert.image = {key: conditioning[key] for key in IMAGE if key in conditioning}
         report: dict[str, Any] = {"callback_on_step_end": _reporting(progress, steps)}
         if self._kind.guides:
             report = {}
@@ -204,13 +209,20 @@ class FamilyPipeline:
 
 
 class _Streamed:
-    """A streamed model where a pipeline expects its module."""
+    """A streamed model where a pipeline expects its module, with what that does not know of."""
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
-        self._model, self.dtype = model, dtype
+    def __init__(self, model: Any, dtype: torch.dtype, family: Family) -> None:
+        self._model, self.dtype, self._family = model, dtype, family
+        self.image: dict[str, Tensor] = {}
+        """Conditions on first frames, by keyword; Wan's text-to-video pipeline has none."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model(*args, **kwargs)
+        given = {key: value.to(self.dtype) for key, value in self.image.items()}
+        if (image_latents := given.pop("image_latents", None)) is not None:
+            kwargs["hidden_states"] = self._family.with_image(
+                kwargs["hidden_states"], image_latents
+            )
+        return self._model(*args, **kwargs, **given)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model.module, name)
@@ -233,7 +245,9 @@ def _guider(scale: float, progress: Progress | None) -> Any:
     """Classifier-free guidance as diffusers' pipelines with guiders have it; reports each step."""
     from diffusers import ClassifierFreeGuidance
 
-    class Reporting(ClassifierFreeGuidance):
+    base: Any = ClassifierFreeGuidance
+
+    class Reporting(base):
         def set_state(self, step: int, num_inference_steps: int, timestep: Any) -> None:
             super().set_state(step, num_inference_steps, timestep)
             if progress is not None:
