@@ -270,8 +270,8 @@ def load(name_or_path: str | Path, *, subfolder: str = "transformer") -> nn.Modu
 
 
 def _pretrained(source: Source, config: Config) -> PretrainedNetwork:
-    make = family_of(source.class_name)
     try:
+        make = family_of(source.class_name)
         family = make(source.config, fps=config.data.target_fps, guidance=config.model.guidance)
     except InputError as error:
         raise InputError(f"{source.folder}: {error.problem}", error.fix) from None

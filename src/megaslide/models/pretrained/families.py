@@ -337,9 +337,10 @@ def family_of(class_name: str) -> type[Family]:
     """
     if class_name in FAMILIES:
         return FAMILIES[class_name]
+    known = (name.removesuffix("Transformer3DModel") for name in FAMILIES)
     raise InputError(
         f"{class_name}: how this family is trained is not known here",
-        f"known are {', '.join(sorted(FAMILIES))}; any other model trains in a loop of your own "
+        f"known are {', '.join(sorted(known))}; any other model trains in a loop of your own "
         "with megaslide.stream",
     )
 
