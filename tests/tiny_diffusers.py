@@ -223,6 +223,7 @@ def hunyuan(channels: int = C, guided: bool = True, **more: Any) -> Inputs:
 
 def hunyuan15() -> Inputs:
     return plain(
+        2 * C + 1,
         encoder_attention_mask=text_mask(),
         encoder_hidden_states_2=random(B, 4, 8, seed=2),
         encoder_attention_mask_2=torch.ones(B, 4),
@@ -382,6 +383,7 @@ MODELS: dict[str, Tiny] = {
     "wan": wan(),
     "wan-ti2v": wan(inputs=wan_first_frame),
     "wan-i2v": wan(inputs=wan_image, in_channels=3 * C, image_dim=TEXT, added_kv_proj_dim=24),
+    "wan-a14b-i2v": wan(inputs=lambda: plain(3 * C), in_channels=3 * C),
     "wan-vace": Tiny(
         class_name="WanVACETransformer3DModel", inputs=vace, blocks=("vace_blocks", "blocks"),
         config={**WAN, "num_layers": 3, "vace_layers": [0, 2], "vace_in_channels": 3 * C},
@@ -441,13 +443,14 @@ MODELS: dict[str, Tiny] = {
         config={**HUNYUAN, "image_condition_type": "token_replace"},
     ),
     "hunyuan1.5": Tiny(
-        class_name="HunyuanVideo15Transformer3DModel", inputs=hunyuan15, found=False,
+        class_name="HunyuanVideo15Transformer3DModel", inputs=hunyuan15,
         config={
             **without(HUNYUAN, "num_single_layers", "guidance_embeds", "pooled_projection_dim",
                       "image_condition_type"),
-            "attention_head_dim": 8, "mlp_ratio": 2.0, "patch_size": 1, "text_embed_2_dim": 8,
-            "image_embed_dim": 12, "rope_axes_dim": (2, 2, 4), "target_size": 16,
-            "task_type": "t2v", "num_layers": 2,
+            # Wide enough for its blocks to be found beside an embedder of fixed width.
+            "in_channels": 2 * C + 1, "attention_head_dim": 64, "mlp_ratio": 2.0, "patch_size": 1,
+            "text_embed_2_dim": 8, "image_embed_dim": 12, "rope_axes_dim": (16, 24, 24),
+            "target_size": 16, "task_type": "t2v", "num_layers": 2,
         },
     ),
     "framepack": Tiny(

@@ -5,6 +5,7 @@ thousand parameters. Every statistic differs from its neutral value, so that one
 shows.
 """
 
+import inspect
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -114,6 +115,50 @@ def write_hunyuan_text(root: Path, *, inner: int = 16, layers: int = 4) -> tuple
     return tokenizers[0], llama.eval(), tokenizers[1], clip.eval()
 
 
+def write_hunyuan15_text(root: Path) -> tuple[Any, nn.Module]:
+    """Save a tiny Qwen with its tokenizer, as `write_text` does."""
+    import transformers
+
+    tokenizer = _qwen_tokenizer()
+    tokenizer.save_pretrained(root / "tokenizer")
+    torch.manual_seed(3)
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": 256, "hidden_size": tiny.TEXT, "intermediate_size": 16,
+            "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "bos_token_id": 1, "eos_token_id": 1,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+        },
+    ).text_config  # fmt: skip
+    encoder: nn.Module = transformers.Qwen2_5_VLTextModel(config)
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.normal_(0, 0.3)
+    encoder.save_pretrained(root / "text_encoder")
+    return tokenizer, encoder.eval()
+
+
+def write_image_encoder(root: Path) -> tuple[Any, nn.Module]:
+    """Save a tiny CLIP vision model and its processor; returns (processor, encoder)."""
+    import transformers
+
+    side = {"height": 8, "width": 8}
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size=side)
+    processor.save_pretrained(root / "image_processor")
+    torch.manual_seed(4)
+    encoder: nn.Module = transformers.CLIPVisionModel(
+        transformers.CLIPVisionConfig(
+            hidden_size=tiny.TEXT, intermediate_size=16, num_hidden_layers=3, patch_size=4,
+            num_attention_heads=2, image_size=8,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.normal_(0, 0.3)
+    encoder.save_pretrained(root / "image_encoder")
+    return processor, encoder.eval()
+
+
 def write_scheduler(root: Path, values: dict[str, Any]) -> None:
     (root / "scheduler").mkdir(parents=True)
     (root / "scheduler" / "scheduler_config.json").write_text(json.dumps(values))
@@ -144,6 +189,23 @@ def _llama_tokenizer() -> Any:
     words, rest = ([w for w, _ in split.pre_tokenize_str(part)] for part in (beginning, end))
     assert len(words) == template["crop_start"]
     return _of_words(dict.fromkeys([*words, *rest, *WORDS.split()]), split)
+
+
+def _qwen_tokenizer() -> Any:
+    """Its conversations have as many tokens before a caption as the pipeline cuts off."""
+    from diffusers import HunyuanVideo15Pipeline
+    from tokenizers import Regex, pre_tokenizers
+
+    method = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
+    message, crop = method["system_message"].default, method["crop_start"].default
+    split = pre_tokenizers.Split(Regex(r"<\|\w+\|>|\w+|[^\w\s]"), "removed", invert=True)
+    words = [word for word, _ in split.pre_tokenize_str(message)]
+    tokenizer = _of_words(dict.fromkeys(["<|s|>", "<|e|>", *words, *WORDS.split()]), split)
+    tokenizer.chat_template = (
+        "<|s|>" * (crop - len(words)) + "{{ messages[0].content }}{{ messages[1].content }}"
+        "<|e|>{% if add_generation_prompt %}<|s|>{% endif %}"
+    )
+    return tokenizer
 
 
 def _of_words(words: Iterable[str], split: Any, ending: Any = None) -> Any:

@@ -28,7 +28,8 @@ from megaslide.config import (
     parse_triple,
 )
 from megaslide.data.codecs import Codec, build_codec
-from megaslide.data.images import encode_image
+from megaslide.data.first_frames import FirstFrames, build_first_frames
+from megaslide.data.images import add_images, encode_image, require_images
 from megaslide.data.samples import Frames, save_samples
 from megaslide.data.text import TextEncoder, build_text_encoder
 from megaslide.diffusion.objectives import Denoiser
@@ -55,14 +56,14 @@ def generate(
     negative_prompt: str = "",
     batch_size: int = 4,
     pipeline: FamilyPipeline | None = None,
+    images: FirstFrames | None = None,
     progress: Progress | None = None,
 ) -> list[Frames]:
     """Sample one clip per prompt; `settings.prompts`, `.bucket` and `.fps` are not read here.
 
     Args:
         model: predicts the velocity, called as in `megaslide.diffusion`, with the keyword
-            arguments `encoder_hidden_states` [B, L, D], `encoder_attention_mask` [B, L], and
-            `pooled_projections` [B, P] where the text encoder makes it.
+            arguments of `Batch.conditioning`.
         prompts: captions; the position of each is part of its seed.
         bucket: frames, height and width of the clips, in pixels.
         sigmas: noise levels of our own sampler.
@@ -71,7 +72,8 @@ def generate(
         batch_size: prompts sampled together. Streamed weights cross the link once per step and
             batch, so larger is faster where activations fit.
         pipeline: samples instead of `model` and `sigmas`, where a pretrained family has one; not
-            where `settings.images` give the first frames.
+            where `settings.images` are the first latent frames themselves.
+        images: makes conditions of `settings.images`, for models that take those instead.
         progress: called with (model steps done, in all) over all batches.
 
     Returns:
@@ -85,8 +87,7 @@ def generate(
     _require_prompts(prompts, batch_size)
     starts = range(0, len(prompts), batch_size)
     text = _text_conditioning(text_encoder, prompts, negative_prompt, device)
-    text_encoder.close()
-    given = _first_frames(settings.images, len(prompts), codec, bucket)
+    given = _first_frames(settings.images, images, text, codec, bucket)
     clips: list[Frames] = []
     for number, start in enumerate(starts):
         batch = prompts[start : start + batch_size]
@@ -151,15 +152,18 @@ def to_frames(pixels: Tensor) -> Frames:
     return levels.to(torch.uint8).permute(1, 2, 3, 0).contiguous().cpu().numpy()
 
 
-def _first_frames(images: Sequence[str], count: int, codec: Codec, size: Triple) -> Tensor | None:
-    """Latents [count, C, 1, h, w] of the images, if there are any."""
-    if not images:
+def _first_frames(
+    paths: Sequence[str], images: FirstFrames | None, text: dict[str, dict[str, Tensor]],
+    codec: Codec, size: Triple,
+) -> Tensor | None:  # fmt: skip
+    """Latents [B, C, 1, h, w] of images that are first frames; conditions on them go to `text`."""
+    if images is not None:
+        add_images(text, images, paths, size)
+    if images is not None or not paths:
         return None
-    if len(images) not in (1, count):
-        raise InputError(
-            f"sample.images: {len(images)} images for {count} prompts", "give one, or one for each"
-        )
-    frames = torch.cat([encode_image(Path(image), codec, size) for image in images])
+    count = len(text["conditioning"]["encoder_hidden_states"])
+    require_images(paths, count)
+    frames = torch.cat([encode_image(Path(path), codec, size) for path in paths])
     codec.close()  # its memory is the model's until the clips are decoded
     return frames.expand(count, *frames.shape[1:])
 
@@ -168,12 +172,13 @@ def _text_conditioning(
     text_encoder: TextEncoder, prompts: Sequence[str], negative: str, device: torch.device | str
 ) -> dict[str, dict[str, Tensor]]:
     """Arguments `conditioning` and `negative` of the sampler, of all prompts: an encoder is loaded
-    once, and what it gives is of one length."""
+    once, closed here, and what it gives is of one length."""
     captions = [*prompts, negative]
     embeddings, mask = text_encoder.encode(captions)
     text = {"encoder_hidden_states": embeddings, "encoder_attention_mask": mask}
     if (pooled := text_encoder.pooled(captions)) is not None:
         text["pooled_projections"] = pooled
+    text_encoder.close()
     last = torch.full((len(prompts),), len(prompts))
     return {
         "conditioning": {key: value[:-1].to(device) for key, value in text.items()},
@@ -261,7 +266,7 @@ def sample_run(
             network.denoiser(model, dtype), codec,
             build_text_encoder(config.data.text, encoder_placement(config.offload)), prompts,
             bucket=bucket, settings=sample, sigmas=sigmas, device=chosen_device(config.offload),
-            progress=progress,
+            progress=progress, images=build_first_frames(config.data, codec),
             pipeline=family_pipeline(network, recipe, codec, model, dtype, *partner),
         )  # fmt: skip
     folder = out or checkpoint.parent / "samples" / checkpoint.name
@@ -313,7 +318,11 @@ def sampling_sigmas(
             takes none.
     """
     steps = settings.num_inference_steps
-    if settings.images and not network.takes_first_frame:
+    if network.takes_image and not settings.images:
+        raise InputError(
+            f"sample.images is empty: {network.name} makes a clip of an image", "give --image FILE"
+        )
+    if settings.images and not (network.takes_first_frame or network.takes_image):
         raise InputError(
             f"sample.images: {network.name} has one timestep for all frames", "leave images out"
         )

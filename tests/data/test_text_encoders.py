@@ -32,9 +32,13 @@ FAMILIES = {
 }
 
 
-def write(root: Path, transformer: str, kind: str) -> tuple[Any, Any]:
+def write_transformer(root: Path, name: str) -> None:
     (root / "transformer").mkdir(parents=True)
-    (root / "transformer" / "config.json").write_text(json.dumps({"_class_name": transformer}))
+    (root / "transformer" / "config.json").write_text(json.dumps({"_class_name": name}))
+
+
+def write(root: Path, transformer: str, kind: str) -> tuple[Any, Any]:
+    write_transformer(root, transformer)
     return tiny_pipelines.write_text(root, kind=kind)
 
 
@@ -74,9 +78,7 @@ def test_embeddings_are_those_of_the_pipeline(transformer: str, tmp_path: Path) 
 def test_hunyuan_embeddings_are_those_of_the_pipeline(tmp_path: Path) -> None:
     import diffusers
 
-    (tmp_path / "transformer").mkdir()
-    config = {"_class_name": "HunyuanVideoTransformer3DModel"}
-    (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
+    write_transformer(tmp_path, "HunyuanVideoTransformer3DModel")
     tokenizer, llama, tokenizer_2, clip = tiny_pipelines.write_hunyuan_text(tmp_path)
     stock = diffusers.HunyuanVideoPipeline(
         text_encoder=llama, tokenizer=tokenizer, text_encoder_2=clip, tokenizer_2=tokenizer_2,
@@ -96,6 +98,26 @@ def test_hunyuan_embeddings_are_those_of_the_pipeline(tmp_path: Path) -> None:
     assert not torch.allclose(pooled[0], pooled[1])
     settings = encoder.settings()
     assert json.loads(json.dumps(settings)) == settings
+
+
+@torch.no_grad()
+def test_hunyuan15s_text_is_its_pipelines(tmp_path: Path) -> None:
+    from diffusers import HunyuanVideo15Pipeline
+
+    tokenizer, model = tiny_pipelines.write_hunyuan15_text(tmp_path)
+    write_transformer(tmp_path, "HunyuanVideo15Transformer3DModel")
+    expected, attended = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
+        model, tokenizer, CAPTIONS, torch.device("cpu")
+    )
+    encoder = encoder_of(tmp_path)
+    text, mask = encoder.encode(CAPTIONS)
+    assert text.shape == (4, 1000, tiny.TEXT)
+    assert torch.equal(mask, attended.bool())
+    assert mask.sum(1).tolist() == [12, 4, 2, 302], "words, and two that end the user's message"
+    assert encoder.count_tokens(CAPTIONS[1]) == 4
+    torch.testing.assert_close(text, expected * attended[..., None], rtol=1e-5, atol=1e-6)
+    with pytest.raises(InputError, match=r"caption 'a “red” kite': what stands in quotation"):
+        encoder.encode(["a kite", "a “red” kite"])
 
 
 def test_captions_are_cut_and_counted(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from megaslide.diffusion.samplers import sample_latents, sigma_schedule
 from megaslide.errors import InputError
 from megaslide.models.network import FamilyDenoiser
 from megaslide.models.pretrained import family_of
-from megaslide.models.pretrained.families import CogVideoX, Cosmos, centred, padded
+from megaslide.models.pretrained.families import CogVideoX, Cosmos, centred
+from megaslide.models.pretrained.family import padded
 
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
 B, C, T, H, W, L = tiny.B, tiny.C, tiny.T, tiny.H, tiny.W, tiny.L
@@ -199,6 +200,32 @@ def test_cosmos_is_told_which_frames_are_given() -> None:
         model, latents, SIGMAS, text, condition_mask=torch.zeros_like(condition), **options
     )
     torch.testing.assert_close(call(denoiser, latents, 1000 * SIGMAS, **TEXT), expected)
+
+
+def test_hunyuan15_gets_absent_conditions_as_its_pipeline_gives_them() -> None:
+    model, denoiser = pair("hunyuan1.5")
+    latents, config = tiny.video(), model.config
+    condition, where = torch.zeros(B, C, T, H, W), torch.zeros(B, 1, T, H, W)
+    expected = call(
+        model, torch.cat([latents, condition, where], dim=1), 1000 * SIGMAS, zeroed(tiny.text()),
+        tiny.text_mask(), encoder_hidden_states_2=torch.zeros(B, 256, config.text_embed_2_dim),
+        encoder_attention_mask_2=torch.zeros(B, 256),
+        image_embeds=torch.zeros(B, 729, config.image_embed_dim), return_dict=False,
+    )  # fmt: skip
+    got = call(denoiser, latents, 1000 * SIGMAS, **TEXT)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+    assert got.std() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"task_type": "i2v"}, "embeddings of an image"), ({"use_meanflow": True}, "pairs of times"),
+     ({"in_channels": C}, "in_channels=4, out_channels=4; 9 are known")],
+)  # fmt: skip
+def test_other_kinds_of_hunyuan15_are_refused(change: dict[str, Any], words: str) -> None:
+    config = {**tiny.MODELS["hunyuan1.5"].config, **change}
+    with pytest.raises(InputError, match=words):
+        family_of("HunyuanVideo15Transformer3DModel")(config)
 
 
 def test_hunyuan_gets_its_guidance_times_1000_and_the_pooled_text() -> None:

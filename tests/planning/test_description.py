@@ -61,7 +61,7 @@ def test_converted_and_own_models_are_described(tmp_path: Path) -> None:
 def test_the_command_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     tiny.write_pipeline(tmp_path / "wan", "wan")
-    tiny.write_pipeline(tmp_path / "i2v", "wan-i2v")
+    tiny.write_pipeline(tmp_path / "i2v", "hunyuan-i2v")
     run = CliRunner()
     shown = run.invoke(app, ["info", str(tmp_path / "wan")])
     assert shown.exit_code == 0, shown.output
@@ -72,7 +72,7 @@ def test_the_command_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     record = json.loads(run.invoke(app, ["info", str(tmp_path / "wan"), "--json"]).stdout)
     assert record == describe(str(tmp_path / "wan")).to_dict()
     shown = run.invoke(app, ["info", str(tmp_path / "i2v")])
-    assert "Wan, but: Wan with in_channels=12" in " ".join(shown.output.split())
+    assert "HunyuanVideo, but: HunyuanVideo with in_channels=9" in " ".join(shown.output.split())
     shown = run.invoke(app, ["info", str(tmp_path)])
     assert (shown.exit_code, "set model.subfolder to one of" in shown.output) == (2, False)
     assert "config.json: no such file" in " ".join(shown.output.split())

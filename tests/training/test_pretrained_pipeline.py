@@ -60,6 +60,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pipeline": "HunyuanVideoPipeline", "vae": "AutoencoderKLHunyuanVideo",
         "text": ("Llama", tiny.TEXT), "scheduler": {**FLOW, "shift": 7.0},
     },
+    "hunyuan1.5": {
+        "pipeline": "HunyuanVideo15Pipeline", "vae": "AutoencoderKLHunyuanVideo15",
+        "text": ("Qwen", tiny.TEXT), "scheduler": {**FLOW, "shift": 5.0},
+    },
+}  # fmt: skip
+OWN_TEXT: dict[str, Any] = {
+    "Llama": tiny_pipelines.write_hunyuan_text, "Qwen": tiny_pipelines.write_hunyuan15_text,
+}  # fmt: skip
+ENCODERS = {
+    "Llama": {"": "LlamaModel", "_2": "CLIPTextModel"}, "Qwen": {"": "Qwen2_5_VLTextModel"},
 }  # fmt: skip
 PROMPT = "digit 3 moves left"
 
@@ -76,8 +86,8 @@ def write_pipeline(folder: Path, name: str) -> Path:
     tiny.write_pipeline(folder, name)
     tiny_pipelines.write_vae(folder, family["vae"])
     kind, width = family["text"]
-    if kind == "Llama":
-        tiny_pipelines.write_hunyuan_text(folder)
+    if kind in OWN_TEXT:
+        OWN_TEXT[kind](folder)
     else:
         tiny_pipelines.write_text(folder, kind=kind, width=width)
     tiny_pipelines.write_scheduler(folder, family["scheduler"])
@@ -118,12 +128,15 @@ def stock_sample(
     transformer = getattr(diffusers, tiny.MODELS[name].class_name)
     scheduler = getattr(diffusers, family["scheduler"]["_class_name"])
     vae = getattr(diffusers, family["vae"]).from_pretrained(folder, subfolder="vae")
-    encoders = {"": "LlamaModel", "_2": "CLIPTextModel"}
     text: dict[str, Any] = {}
-    for suffix, cls in (encoders if kind == "Llama" else {"": f"{kind}EncoderModel"}).items():
+    for suffix, cls in ENCODERS.get(kind, {"": f"{kind}EncoderModel"}).items():
         encoder, tokenizer = folder / f"text_encoder{suffix}", folder / f"tokenizer{suffix}"
         text[encoder.name] = getattr(transformers, cls).from_pretrained(encoder)
         text[tokenizer.name] = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    guidance = {"guidance_scale": 4.5 if name == "hunyuan" else 2.5}
+    if kind == "Qwen":
+        text |= {"guider": diffusers.ClassifierFreeGuidance(**guidance), **glyph_encoder()}
+        guidance = {}
     pipeline = getattr(diffusers, family["pipeline"])(
         transformer=transformer.from_pretrained(checkpoint, subfolder="transformer"), vae=vae,
         scheduler=scheduler.from_pretrained(folder, subfolder="scheduler"), **text,
@@ -141,8 +154,7 @@ def stock_sample(
     kind = "latent" if name == "mochi" else "np"
     video = pipeline(
         PROMPT, negative_prompt="", height=height, width=width, num_frames=frames, latents=noise,
-        num_inference_steps=3, guidance_scale=4.5 if name == "hunyuan" else 2.5,
-        output_type=kind, return_dict=False,
+        num_inference_steps=3, output_type=kind, return_dict=False, **guidance,
         **({"max_sequence_length": LENGTHS[name]} if name in LENGTHS else {}),
     )[0]  # fmt: skip
     if name == "mochi":  # its pipeline decodes 12 channels only
@@ -151,6 +163,17 @@ def stock_sample(
             pixels = vae.decode(video * std / vae.config.scaling_factor + mean).sample
         video = (pixels / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1).numpy()
     return np.round(video[0] * 255).astype(np.uint8)
+
+
+def glyph_encoder() -> dict[str, Any]:
+    """For text in quotation marks, of which there is none."""
+    import transformers
+
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    return {
+        "tokenizer_2": transformers.ByT5Tokenizer(),
+        "text_encoder_2": transformers.T5EncoderModel(transformers.T5Config(**sizes)),
+    }
 
 
 LENGTHS = {

@@ -43,11 +43,13 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
     "mochi": {**FLOW, "invert_sigmas": True},
     "skyreels": {"_class_name": "UniPCMultistepScheduler", "use_flow_sigmas": True},
     "hunyuan": {**FLOW, "shift": 7.0},
+    "hunyuan1.5": {**FLOW, "shift": 5.0},
+    "wan-a14b-i2v": {"_class_name": "UniPCMultistepScheduler", "use_flow_sigmas": True},
 }  # fmt: skip
 TEXT_DIMS = {"cogvideox-rope": 8}
 CACHES = {
     "cogvideox-rope": "cache-of-other-text", "ltx": "cache-of-other-patches",
-    "hunyuan": "cache-of-encoded-text",
+    "hunyuan": "cache-of-encoded-text", "wan-a14b-i2v": "cache-with-first-frames",
 }  # fmt: skip
 
 
@@ -83,6 +85,7 @@ def configure(root: Path, clips: Path, name: str, **changes: Any) -> Config:
         "data.validation_split": 0.3,
         "data.codec.channels": tiny.C,
         **text_of(name),
+        **({"data.image.name": "latents"} if name.endswith("i2v") else {}),
         "optim.learning_rate": 1e-3,
         "optim.adam_epsilon": 1e-2,
         "train.max_train_steps": 3,
@@ -263,7 +266,8 @@ def test_a_model_without_its_scheduler_is_refused(clips: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("kandinsky5", "not known here"), ("wan-i2v", "condition on images"), ("cosmos", "Cosmos 1"),
+    [("kandinsky5", "not known here"), ("hunyuan-i2v", "condition on images"),
+     ("wan-i2v", "as latents and as an image encoder's embedding"), ("cosmos", "Cosmos 1"),
      ("hunyuan", "pooled text embedding: one of 8 channels; data.text makes none")],
 )  # fmt: skip
 def test_models_that_need_more_are_refused(name: str, words: str, tmp_path: Path) -> None:

@@ -228,12 +228,16 @@ app.command()(plan)
 def _resolve(config: "Config") -> "Network":
     """The model's sizes: a bad combination is refused here, before hours of preparation."""
     from megaslide.data.codecs import build_codec
+    from megaslide.data.first_frames import build_first_frames
     from megaslide.data.text import build_text_encoder
     from megaslide.models.network import network_of
 
-    channels = build_codec(config.data.codec).channels
-    text = build_text_encoder(config.data.text)
-    return network_of(config, channels=channels, text_dim=text.dim, pooled_dim=text.pooled_dim)
+    codec, text = build_codec(config.data.codec), build_text_encoder(config.data.text)
+    images = build_first_frames(config.data, codec)
+    return network_of(
+        config, channels=codec.channels, text_dim=text.dim, pooled_dim=text.pooled_dim,
+        image_dim=None if images is None else images.dim,
+    )  # fmt: skip
 
 
 def _is_prepared(config: "Config") -> bool:

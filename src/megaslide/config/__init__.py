@@ -1,6 +1,6 @@
 """The run configuration: one YAML file, checked before anything starts."""
 
-from megaslide.config.data import CodecConfig, DataConfig, TextConfig
+from megaslide.config.data import CodecConfig, DataConfig, ImageConfig, TextConfig
 from megaslide.config.files import load_config, save_config
 from megaslide.config.section import Section, Triple, parse_triple
 from megaslide.config.sections import (
@@ -19,6 +19,7 @@ __all__ = [
     "CodecConfig",
     "Config",
     "DataConfig",
+    "ImageConfig",
     "LogConfig",
     "ModelConfig",
     "OffloadConfig",

@@ -1,4 +1,4 @@
-"""The section `data`: clips, the codec of their pixels, the encoder of their captions."""
+"""The section `data`: clips, the codec of their pixels, the encoders of captions and images."""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -73,6 +73,25 @@ class TextConfig(Section):
         return self
 
 
+class ImageConfig(Section):
+    """What of a clip's first frame is given to models that take it as a condition."""
+
+    name: Literal["none", "latents", "encoder"] = "none"
+    """`latents`: what data.codec makes of the first frame and grey ones after it (Wan 2.2 I2V-
+    A14B); `encoder`: that, and what the pipeline's image encoder makes of it (Wan 2.1 I2V)."""
+    pretrained_model_name_or_path: str | None = None
+    """Pipeline's folder or hub id with image encoder and processor (encoder only); null takes the
+    model's."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub (encoder only); null takes the model's, with its path."""
+
+    @model_validator(mode="after")
+    def _keys_have_an_effect(self) -> "ImageConfig":
+        unused = () if self.name == "encoder" else _PRETRAINED
+        _require_defaults(self, unused, "data.image", self.name)
+        return self
+
+
 class DataConfig(Section):
     """Clips, captions, and the cache of their latents."""
 
@@ -96,6 +115,7 @@ class DataConfig(Section):
     """Share of clips held out for eval/loss, chosen by content hash."""
     codec: CodecConfig = CodecConfig()
     text: TextConfig = TextConfig()
+    image: ImageConfig = ImageConfig()
     seed: int = 0
     """Seed of `frame_choice: random`."""
 

@@ -203,8 +203,8 @@ class SampleConfig(Section):
     prompts: tuple[str, ...] = ()
     """Captions sampled; during training every `every_steps`."""
     images: tuple[str, ...] = ()
-    """First frames of the clips, one for all prompts or one for each, for models that are trained
-    with `first_frame: given`."""
+    """First frames of the clips, one for all prompts or one for each, for image-to-video models and
+    those that are trained with `first_frame: given`."""
     every_steps: int | None = Field(None, gt=0)
     """Sample during training this often; null only samples on request."""
     bucket: str | None = None
@@ -235,6 +235,10 @@ class LogConfig(Section):
     """Steps between log lines."""
 
 
+_PRETRAINED_DATA = {"codec": "vae", "text": "encoder", "image": "encoder"}
+"""Sections of `data`, and the name by which each takes a part of a pretrained pipeline."""
+
+
 class Config(Section):
     """Everything one run needs; saved as `config.yaml` in its output folder."""
 
@@ -252,13 +256,13 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _data_follows_the_model(cls, values: Any) -> Any:
-        """A VAE or text encoder that names no pipeline is that of the model."""
+        """A VAE or encoder that names no pipeline is that of the model."""
         plain = _plain(values)
         model, data = plain.get("model"), plain.get("data")
         if not isinstance(model, dict) or not isinstance(data, dict):
             return values
         source = {key: model.get(key) for key in ("pretrained_model_name_or_path", "revision")}
-        for section, name in (("codec", "vae"), ("text", "encoder")):
+        for section, name in _PRETRAINED_DATA.items():
             chosen = data.get(section)
             if not isinstance(chosen, dict) or chosen.get("name") != name:
                 continue
@@ -268,8 +272,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _pretrained_data_has_a_source(self) -> "Config":
-        for section, part in (("codec", self.data.codec), ("text", self.data.text)):
-            if part.name in ("vae", "encoder") and part.pretrained_model_name_or_path is None:
+        for section, name in _PRETRAINED_DATA.items():
+            part = getattr(self.data, section)
+            if part.name == name and part.pretrained_model_name_or_path is None:
                 raise ValueError(
                     f"data.{section}.name={part.name} needs a pretrained model: set "
                     f"data.{section}.pretrained_model_name_or_path, or the model's"

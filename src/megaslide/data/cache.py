@@ -6,7 +6,8 @@ the records of its clips and appears under its final name only when complete; `i
 derived from them and replaced last, so a cache is either the old one or the new one.
 
     cache_dir/index.json                   settings, samples, skipped files, notes
-    cache_dir/shard-00000.safetensors      a tensor per clip, [windows, C, t, h, w] float32
+    cache_dir/shard-00000.safetensors      a tensor per clip, [windows, C, t, h, w] float32; those
+                                           of its first frames, NAME, as <content>.NAME
     cache_dir/text-<hash>.safetensors      tokens [S, D] float32 of all captions, offsets [M + 1],
                                            and where the model takes it pooled [M, P] float32
     cache_dir/pending/<content>.safetensors
@@ -89,10 +90,14 @@ class LatentCache:
         for file in sorted(files, key=lambda f: (rank.get(f.stem, -1), f.name)):
             self._adopt(file)
 
-    def add(self, content: str, record: ClipRecord, latents: torch.Tensor) -> None:
-        """Keep one clip's latents `[windows, C, t, h, w]`; on disk when this returns."""
+    def add(self, content: str, record: ClipRecord, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Keep one clip's tensors, each with a row per window; on disk when this returns.
+
+        `latents` are [windows, C, t, h, w]; others are conditions on its first frames.
+        """
         path = self.folder / _PENDING / f"{content}{_SUFFIX}"
-        _write_tensors(path, {content: latents.contiguous()}, {content: record})
+        named = {tensor_name(content, key): value.contiguous() for key, value in tensors.items()}
+        _write_tensors(path, named, {content: record})
         self.clips[content] = record
         self._pending[content] = path
         if sum(file.stat().st_size for file in self._pending.values()) >= SHARD_BYTES:
@@ -102,11 +107,13 @@ class LatentCache:
         """Move pending clips into the next shard."""
         if not self._pending:
             return
-        tensors = {content: _read_tensor(path, content) for content, path in self._pending.items()}
+        tensors: dict[str, torch.Tensor] = {}
+        for path in self._pending.values():
+            tensors |= _read_tensors(path)
         number = 1 + max((int(name[6:11]) for name in self.shard_of.values()), default=-1)
         name = f"shard-{number:05d}{_SUFFIX}"
-        _write_tensors(self.folder / name, tensors, {c: self.clips[c] for c in tensors})
-        self.shard_of |= dict.fromkeys(tensors, name)
+        _write_tensors(self.folder / name, tensors, {c: self.clips[c] for c in self._pending})
+        self.shard_of |= dict.fromkeys(self._pending, name)
         for path in self._pending.values():
             path.unlink()
         self._pending.clear()
@@ -150,6 +157,11 @@ class LatentCache:
         whole = {"format": FORMAT, "settings": self.settings, **index}
         with _complete(self.folder / INDEX) as temporary:
             temporary.write_text(json.dumps(whole, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def tensor_name(content: str, key: str) -> str:
+    """Name in a shard of a clip's `latents`, or of a condition on its first frames."""
+    return content if key == "latents" else f"{content}.{key}"
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -228,9 +240,9 @@ def _read_records(path: Path) -> dict[str, ClipRecord]:
     return {content: ClipRecord(**record) for content, record in plain.items()}
 
 
-def _read_tensor(path: Path, name: str) -> torch.Tensor:
-    tensor: torch.Tensor = open_tensors(path).get_tensor(name)
-    return tensor
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    file = open_tensors(path)
+    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 @contextlib.contextmanager

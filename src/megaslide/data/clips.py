@@ -14,6 +14,7 @@ from megaslide.config import DataConfig
 from megaslide.data.buckets import Bucket, choose_bucket, choose_windows, crop_to
 from megaslide.data.cache import ClipRecord
 from megaslide.data.codecs import Codec
+from megaslide.data.first_frames import FirstFrames
 from megaslide.data.video import UnreadableVideoError, VideoInfo, probe, read_windows, resample
 
 EVENTS = {
@@ -29,9 +30,12 @@ EVENTS = {
 
 
 def encode_clip(
-    path: Path, content: str, config: DataConfig, codec: Codec, buckets: Sequence[Bucket]
-) -> tuple[ClipRecord, torch.Tensor]:
-    """Decode, resample, crop and encode one clip: its record and `[windows, C, t, h, w]`.
+    path: Path, content: str, config: DataConfig, codec: Codec, buckets: Sequence[Bucket],
+    images: FirstFrames | None = None,
+) -> tuple[ClipRecord, dict[str, torch.Tensor]]:  # fmt: skip
+    """Decode, resample, crop and encode one clip: its record, and tensors with a row per window.
+
+    They are `latents` [windows, C, t, h, w], and what `images` makes of each first frame.
 
     Raises:
         UnreadableVideoError: damaged, or too short for every bucket.
@@ -52,7 +56,7 @@ def encode_clip(
         seed=config.seed,
     )
     windows = [shown[start : start + length] for start in starts]
-    latents = [_encode(frames, codec) for frames in read_windows(path, windows, crop.apply)]
+    rows = [_encode(frames, codec, images) for frames in read_windows(path, windows, crop.apply)]
     events = _events(info, shown, bucket, config, len(starts))
     record = ClipRecord(
         bucket=bucket.name,
@@ -62,12 +66,17 @@ def encode_clip(
         done="; ".join([_decoded(info), *events.values(), f"windows from frames {starts}"]),
         events=events,
     )
-    return record, torch.stack(latents)
+    return record, {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
 
 
-def _encode(frames: np.ndarray, codec: Codec) -> torch.Tensor:
+def _encode(
+    frames: np.ndarray, codec: Codec, images: FirstFrames | None
+) -> dict[str, torch.Tensor]:
     pixels = torch.from_numpy(frames).permute(3, 0, 1, 2).float() / 127.5 - 1  # [3, T, H, W]
-    return codec.encode(pixels[None])[0].cpu()
+    encoded = {"latents": codec.encode(pixels[None])}
+    if images is not None:
+        encoded |= images.encode(pixels[None])
+    return {key: value.cpu() for key, value in encoded.items()}
 
 
 def _shown_frames(info: VideoInfo, target_fps: float | None) -> np.ndarray:

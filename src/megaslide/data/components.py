@@ -1,4 +1,4 @@
-"""A part of somebody's pipeline: an autoencoder, a text encoder or a tokenizer, in its folder.
+"""A part of somebody's pipeline: an autoencoder, an encoder or a tokenizer, in its folder.
 
 What latents and embeddings depend on is in such files, so a cache must know them again: not by
 their path, which may be another on the next machine, but by their content.
@@ -17,6 +17,8 @@ from megaslide.weights import CONFIG_NAME, read_json
 PIPELINE = "model_index.json"
 TRANSFORMERS = ("transformer", "transformer_2")
 _CONFIGS = (PIPELINE, *(f"{folder}/{CONFIG_NAME}" for folder in TRANSFORMERS))
+WITHOUT_CONFIG = ("tokenizer", "image_processor")
+"""Beginnings of the names of folders that need no config.json."""
 _PIECES, _PIECE_BYTES = 64, 2**16
 
 
@@ -26,7 +28,7 @@ class Component:
 
     folder: Path
     config: Mapping[str, Any]
-    """config.json; empty for a tokenizer."""
+    """config.json; empty for a tokenizer or image processor."""
 
     @property
     def config_file(self) -> Path:
@@ -109,7 +111,7 @@ def _component(root: Path, subfolder: str, key: str) -> Component:
             f"{folder}: no such folder; {root} has {found or 'no folders'}",
             f"set {key}.pretrained_model_name_or_path to a pipeline that has it",
         )
-    if subfolder.startswith("tokenizer"):
+    if subfolder.startswith(WITHOUT_CONFIG):
         return Component(folder=folder, config={})
     fix = "give a folder in the diffusers layout, as save_pretrained writes it"
     return Component(folder=folder, config=read_json(folder / CONFIG_NAME, fix))

@@ -1,8 +1,9 @@
-"""An image as the first latent frame of a clip, cropped and scaled as training clips are.
+"""An image as the first frame of a clip, cropped and scaled as training clips are.
 
 Shapes: C h w of latents; H W in pixels.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from megaslide.config import Triple
 from megaslide.data.buckets import Bucket, crop_to
 from megaslide.data.codecs import Codec
+from megaslide.data.first_frames import FirstFrames
 from megaslide.errors import InputError
 
 
@@ -25,13 +27,56 @@ def encode_image(path: Path, codec: Codec, size: Triple) -> torch.Tensor:
         InputError: no image there.
         ImportError: Pillow is missing.
     """
+    return codec.encode(_pixels(path, size))
+
+
+def add_images(
+    text: Mapping[str, dict[str, torch.Tensor]],
+    images: FirstFrames,
+    paths: Sequence[str],
+    size: Triple,
+) -> None:
+    """Add conditions on first frames to the arguments of a sampler, on both sides of guidance.
+
+    Args:
+        text: by side, tensors with a row per prompt; on their device are those that are added.
+        images: makes the conditions.
+        paths: an image for all prompts, or one for each.
+        size: T, H, W of the clips.
+
+    Raises:
+        InputError: no image there, or not as many as prompts.
+    """
+    first = next(iter(text["conditioning"].values()))
+    require_images(paths, len(first))
+    made = []
+    for path in paths:
+        frame = _pixels(Path(path), size)  # [1, 3, 1, H, W]
+        made.append(images.encode(frame.expand(-1, -1, size[0], -1, -1)))
+    images.close()  # their memory is the model's
+    for key in made[0]:
+        rows = torch.cat([each[key] for each in made]).to(first.device)
+        for side in text.values():
+            side[key] = rows.expand(len(first), *rows.shape[1:])
+
+
+def require_images(paths: Sequence[str], prompts: int) -> None:
+    """InputError where there is neither one image nor one per prompt."""
+    if len(paths) not in (1, prompts):
+        raise InputError(
+            f"sample.images: {len(paths)} images for {prompts} prompts",
+            "give one, or one for each",
+        )
+
+
+def _pixels(path: Path, size: Triple) -> torch.Tensor:
+    """[1, 3, 1, H, W] in [-1, 1]."""
     first = (1, *size[1:])
-    bucket = Bucket(size=first, latent_shape=codec.latent_shape(first))
     image = _read(path)
     height, width = image.shape[:2]
-    frame = torch.from_numpy(crop_to(bucket, height, width).apply(image).copy())
-    pixels = frame.permute(2, 0, 1)[None, :, None].float() / 127.5 - 1  # [1, 3, 1, H, W]
-    return codec.encode(pixels)
+    crop = crop_to(Bucket(size=first, latent_shape=first), height, width)
+    frame = torch.from_numpy(crop.apply(image).copy())
+    return frame.permute(2, 0, 1)[None, :, None].float() / 127.5 - 1
 
 
 def _read(path: Path) -> np.ndarray:

@@ -9,15 +9,16 @@ Shapes: B batch, C t h w of latents, L tokens of D channels, P channels of a poo
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from megaslide.config import DataConfig, Triple
-from megaslide.data.cache import check_settings, open_tensors, read_index
+from megaslide.data.cache import check_settings, open_tensors, read_index, tensor_name
+from megaslide.data.first_frames import IMAGE_KEYS
 from megaslide.data.settings import cache_selection, cache_settings
 from megaslide.errors import InputError
 
@@ -41,6 +42,8 @@ class Sample:
     clip_id: str
     bucket: str
     """`TxHxW` in pixels."""
+    image: Mapping[str, Tensor] = field(default_factory=dict)
+    """Conditions on its first frame, as keyword arguments of a model, without the batch axis."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,10 +59,17 @@ class Batch:
     pooled: Tensor | None
     """`[B, P]` float32."""
     clip_ids: tuple[str, ...]
+    image: Mapping[str, Tensor] = field(default_factory=dict)
+    """Conditions on first frames, as keyword arguments of a model."""
 
     def conditioning(self) -> dict[str, Tensor]:
-        """Its text as keyword arguments of a model."""
-        return _conditioning(self.text, self.mask, self.pooled)
+        """Its text and first frames as keyword arguments of a model.
+
+        `encoder_hidden_states` [B, L, D], `encoder_attention_mask` [B, L], and those that are there
+        of `pooled_projections` [B, P], `image_latents` [B, C, t, h, w] and
+        `encoder_hidden_states_image` [B, K, D].
+        """
+        return _conditioning(self.text, self.mask, self.pooled) | dict(self.image)
 
 
 class LatentDataset(torch.utils.data.Dataset[Sample]):
@@ -98,6 +108,8 @@ class LatentDataset(torch.utils.data.Dataset[Sample]):
             check_settings(self.cache_dir, index["settings"], {"patch_size": list(patch_size)})
         self.settings: dict[str, Any] = index["settings"]
         self.samples: list[dict[str, Any]] = [s for s in index["samples"] if s["split"] == split]
+        made = self.settings.get("image", {}).get("name", "none")
+        self._images = IMAGE_KEYS[made if expect is None else expect.image.name]
         self._text_file: str = index["text"]
         self._open: dict[str, Any] = {}
 
@@ -130,9 +142,15 @@ class LatentDataset(torch.utils.data.Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         entry = self.samples[index]
-        latents = self._file(entry["shard"]).get_slice(entry["content"])[entry["window"]]
-        text = self._text(entry["text"])
-        return Sample(latents, *text, entry["caption"], entry["clip_id"], entry["bucket"])
+        latents, *images = (
+            self._file(entry["shard"]).get_slice(tensor_name(entry["content"], key))[
+                entry["window"]
+            ]
+            for key in ("latents", *self._images)
+        )
+        named = entry["caption"], entry["clip_id"], entry["bucket"]
+        image = dict(zip(self._images, images, strict=True))
+        return Sample(latents, *self._text(entry["text"]), *named, image)
 
     def empty_text(self) -> dict[str, Tensor]:
         """The empty caption's `Batch.conditioning` without the batch axis, for caption dropout."""
@@ -278,6 +296,7 @@ def collate(samples: Sequence[Sample]) -> Batch:
         mask=torch.stack([sample.mask for sample in samples]),
         pooled=_stacked([sample.pooled for sample in samples]),
         clip_ids=tuple(sample.clip_id for sample in samples),
+        image={key: torch.stack([s.image[key] for s in samples]) for key in samples[0].image},
     )
 
 

@@ -22,6 +22,7 @@ from megaslide.data.buckets import Bucket, fit_buckets
 from megaslide.data.cache import LatentCache
 from megaslide.data.clips import EVENTS, encode_clip
 from megaslide.data.codecs import Codec, build_codec
+from megaslide.data.first_frames import FirstFrames, build_first_frames
 from megaslide.data.settings import cache_selection, cache_settings
 from megaslide.data.sources import Skipped, Source, SourceList, find_sources
 from megaslide.data.text import Place, TextEncoder, build_text_encoder, whole
@@ -82,11 +83,14 @@ def prepare(
     settings = cache_settings(config) | {"patch_size": list(patch_size)}
     cache = LatentCache(cache_dir, settings, list(dict.fromkeys(contents.values())))
     known = set(cache.clips)
+    images = build_first_frames(config, codec)
     for number, source in enumerate(list(found.sources), 1):
         if contents[source] not in cache.clips:
-            _add_clip(source, contents[source], config, codec, buckets, cache, found)
+            _add_clip(source, contents[source], config, codec, buckets, images, cache, found)
         if progress is not None:
             progress(number, len(contents), source.clip_id)
+    if images is not None:
+        images.close()
     codec.close()  # before the text encoder loads: either may be all that memory holds
     usable = [source for source in found.sources if contents[source] in cache.clips]
     if not usable:
@@ -148,17 +152,18 @@ def _add_clip(
     config: DataConfig,
     codec: Codec,
     buckets: Sequence[Bucket],
+    images: FirstFrames | None,
     cache: LatentCache,
     found: SourceList,
 ) -> None:
     """Encode one clip into the cache, or say in `found.skipped` why not."""
     try:
-        record, latents = encode_clip(source.path, content, config, codec, buckets)
+        record, tensors = encode_clip(source.path, content, config, codec, buckets, images)
     except UnreadableVideoError as error:
         found.skipped.append(Skipped(source.clip_id, error.reason))
         logger.warning("skipped %s: %s", source.clip_id, error.reason)
     else:
-        cache.add(content, record, latents)
+        cache.add(content, record, tensors)
 
 
 def _nothing_left(path: Path, found: SourceList) -> InputError:

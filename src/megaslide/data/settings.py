@@ -9,6 +9,7 @@ from typing import Any
 
 from megaslide.config import DataConfig
 from megaslide.data.codecs import build_codec
+from megaslide.data.first_frames import build_first_frames
 from megaslide.data.text import build_text_encoder
 
 VERSION = 1
@@ -18,16 +19,19 @@ VERSION = 1
 def cache_settings(config: DataConfig) -> dict[str, Any]:
     """What latents and embeddings depend on, apart from the clips and the model's patches."""
     random = config.frame_choice == "random"
+    codec = build_codec(config.codec)
+    images = build_first_frames(config, codec)
     several = random or config.frame_choice == "uniform"
     return {
         "version": VERSION,
-        "codec": build_codec(config.codec).settings(),
+        "codec": codec.settings(),
         "text": build_text_encoder(config.text).settings(),
         "buckets": list(config.buckets),
         "target_fps": config.target_fps,
         "frame_choice": config.frame_choice,
         "windows_per_clip": config.windows_per_clip if several else 1,
         "seed": config.seed if random else None,
+        **({} if images is None else {"image": images.settings()}),
     }
 
 

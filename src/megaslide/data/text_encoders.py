@@ -4,13 +4,14 @@ A transformer was trained on exactly what its pipeline fed it: so many tokens, w
 mask in the encoder, with zeros or with the encoder's own output where a caption had ended. Those
 differences are the table here; what they have in common is one class. Sources: diffusers 0.42,
 `pipelines/<family>`, `_get_t5_prompt_embeds`; HunyuanVideo's `_get_llama_prompt_embeds` and
-`_get_clip_prompt_embeds`.
+`_get_clip_prompt_embeds`; HunyuanVideo 1.5's `_get_mllm_prompt_embeds`.
 
 Shapes: B captions, L tokens (max_length), D channels, P channels of a pooled embedding.
 """
 
 import html
 import importlib.util
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,6 +56,12 @@ class Convention:
     """Whether broken encodings, HTML entities and runs of white space are mended first."""
     frame: Callable[[], tuple[str, int]] = lambda: ("{}", 0)
     """What a caption is set into, and tokens of its beginning that are not among the L."""
+    chat: bool = False
+    """Whether that is the message of a system to which the caption is a user's reply, both written
+    as the tokenizer writes a conversation."""
+    quotes: bool = True
+    """Whether captions may have text in quotation marks. HunyuanVideo 1.5 reads that by ByT5 too,
+    letter by letter, and is not given it here."""
     skipped_layers: int | None = None
     """The embedding is the output of the layer before so many last ones; None takes the encoder's
     own last output."""
@@ -70,6 +77,14 @@ def _hunyuan_frame() -> tuple[str, int]:
     return template["template"], template["crop_start"]
 
 
+def _hunyuan15_frame() -> tuple[str, int]:
+    """The same for 1.5: defaults of its pipeline's method."""
+    from diffusers import HunyuanVideo15Pipeline
+
+    parameters = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
+    return parameters["system_message"].default, parameters["crop_start"].default
+
+
 WAN = Convention(max_length=512, cleaned=True)
 CONVENTIONS: dict[str, Convention] = {
     "WanTransformer3DModel": WAN,
@@ -83,9 +98,15 @@ CONVENTIONS: dict[str, Convention] = {
     "HunyuanVideoTransformer3DModel": Convention(
         max_length=256, frame=_hunyuan_frame, skipped_layers=2, pooled=True
     ),
+    "HunyuanVideo15Transformer3DModel": Convention(
+        max_length=1000, frame=_hunyuan15_frame, chat=True, quotes=False, skipped_layers=2
+    ),
 }
 """By the class of the pipeline's transformer."""
-ENCODERS = {"T5EncoderModel": "d_model", "UMT5EncoderModel": "d_model", "LlamaModel": "hidden_size"}
+ENCODERS = {
+    "T5EncoderModel": "d_model", "UMT5EncoderModel": "d_model", "LlamaModel": "hidden_size",
+    "Qwen2_5_VLTextModel": "hidden_size",
+}  # fmt: skip
 """Classes of transformers, and where their config.json has the channels D."""
 POOLERS = {"CLIPTextModel": "hidden_size"}
 """Classes that give one embedding of a caption, and where their config.json has its channels P."""
@@ -220,10 +241,24 @@ class PretrainedTextEncoder:
         if self._loaded_tokenizer is None:
             self._loaded_tokenizer = _load_tokenizer(self._tokenizer.folder)
         prompts = [clean(c) for c in captions] if self._convention.cleaned else list(captions)
-        prompts = [self._template.format(prompt) for prompt in prompts]
+        if not self._convention.quotes:
+            _require_no_quotes(prompts)
         return self._loaded_tokenizer(
-            prompts, add_special_tokens=True, return_attention_mask=True, **options
+            [self._framed(prompt) for prompt in prompts],
+            add_special_tokens=not self._convention.chat, return_attention_mask=True, **options,
+        )  # fmt: skip
+
+    def _framed(self, prompt: str) -> str:
+        if not self._convention.chat:
+            return self._template.format(prompt)
+        messages = [
+            {"role": "system", "content": self._template},
+            {"role": "user", "content": prompt or " "},
+        ]
+        framed: str = self._loaded_tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
         )
+        return framed
 
     def _load_model(self) -> Any:
         if self._model is None:
@@ -294,6 +329,18 @@ def _require_length(max_length: int | None, convention: Convention) -> None:
             f"{KEY}.max_length={max_length}: this family takes {allowed} tokens",
             f"leave {KEY}.max_length out",
         )
+
+
+def _require_no_quotes(captions: Sequence[str]) -> None:
+    from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5
+
+    for caption in captions:
+        if pipeline_hunyuan_video1_5.extract_glyph_texts(caption) is not None:
+            raise InputError(
+                f"caption {caption!r}: what stands in quotation marks goes through a second "
+                "encoder in this model's pipeline (ByT5), which is not called here",
+                "take the marks out of the caption",
+            )
 
 
 def _output(model: Any, ids: Tensor, given: Mapping[str, Tensor], skipped: int | None) -> Tensor:

@@ -48,6 +48,8 @@ class OwnNetwork:
     """Where a pretrained model comes from; this is none."""
     takes_first_frame: bool = False
     """Whether its first latent frame can be given, with a timestep of its own."""
+    takes_image: bool = False
+    """Whether it is always given the first frame, as a condition in channels of its own."""
 
     @property
     def patch_size(self) -> Triple:
@@ -101,6 +103,10 @@ class PretrainedNetwork:
         return self.family.takes_first_frame
 
     @property
+    def takes_image(self) -> bool:
+        return self.family.image != "none"
+
+    @property
     def weights(self) -> Path:
         return self.source.folder
 
@@ -141,6 +147,7 @@ class FamilyDenoiser:
         *,
         encoder_hidden_states: Tensor,
         encoder_attention_mask: Tensor | None = None,
+        image_latents: Tensor | None = None,
         **more: Tensor,
     ) -> Tensor:
         """Predict the velocity (CogVideoX: its v).
@@ -150,7 +157,9 @@ class FamilyDenoiser:
             timestep: 1000·sigma, [B], or [B, T] where the first frame may be given.
             encoder_hidden_states: [B, L, D].
             encoder_attention_mask: [B, L], nonzero at tokens that count; None: all do.
-            more: other conditioning of the family (`pooled_projections`), tensors with B rows.
+            image_latents: [B, C, T, H, W] of the first frame, where the family takes them.
+            more: other conditioning of the family (`pooled_projections`,
+                `encoder_hidden_states_image`), tensors with B rows.
 
         Returns:
             [B, C, T, H, W] in the model's dtype.
@@ -161,14 +170,19 @@ class FamilyDenoiser:
         text = text.masked_fill(~valid[..., None], 0).to(self.dtype)
         latents = hidden_states.to(self.dtype)
         arguments = self.family.arguments(latents, timestep.float(), text, valid)
+        if image_latents is not None:
+            arguments["hidden_states"] = self.family.with_image(
+                latents, image_latents.to(self.dtype)
+            )
         given = {key: value.to(self.dtype) for key, value in more.items()}
         output = self.model(**arguments, **given, return_dict=False)[0]
         return self.family.prediction(output, latents)
 
 
 def network_of(
-    config: Config, *, channels: int, text_dim: int, pooled_dim: int | None = None
-) -> Network:
+    config: Config, *, channels: int, text_dim: int, pooled_dim: int | None = None,
+    image_dim: int | None = None,
+) -> Network:  # fmt: skip
     """The network that a run's config describes.
 
     Args:
@@ -176,6 +190,7 @@ def network_of(
         channels: of the latents that the run's codec makes.
         text_dim: channels of its text embeddings.
         pooled_dim: channels of the embedding of a whole caption, where there is one.
+        image_dim: channels of the embedding of a first frame, where there is one.
 
     Raises:
         InputError: a combination that cannot be built, or a pretrained model that is not there,
@@ -184,12 +199,20 @@ def network_of(
     model = config.model
     if model.pretrained_model_name_or_path is None:
         _require_pooled(model.preset, None, pooled_dim)
+        _require_image(model.preset, config.data, "none")
         sizes = resolve_config(model, config.attention, in_channels=channels, text_dim=text_dim)
         return OwnNetwork(name=model.preset, config=sizes)
     network = pretrained_network(config)
     _require_inputs(network, config.data, channels, text_dim)
     where = f"{network.source.folder}: {network.name}"
     _require_pooled(where, network.family.pooled_dim, pooled_dim)
+    _require_image(where, config.data, network.family.image)
+    if image_dim != network.family.image_dim:
+        raise InputError(
+            f"{where} takes embeddings of images of {network.family.image_dim} channels, "
+            f"data.image makes {image_dim}",
+            "set data.image.pretrained_model_name_or_path to the pipeline it belongs to",
+        )
     return network
 
 
@@ -247,8 +270,8 @@ def load(name_or_path: str | Path, *, subfolder: str = "transformer") -> nn.Modu
 
 
 def _pretrained(source: Source, config: Config) -> PretrainedNetwork:
-    make = family_of(source.class_name)
     try:
+        make = family_of(source.class_name)
         family = make(source.config, fps=config.data.target_fps, guidance=config.model.guidance)
     except InputError as error:
         raise InputError(f"{source.folder}: {error.problem}", error.fix) from None
@@ -287,3 +310,14 @@ def _require_pooled(where: str, wanted: int | None, made: int | None) -> None:
         if wanted
         else "set data.text to another encoder",
     )
+
+
+def _require_image(where: str, config: DataConfig, wanted: str) -> None:
+    if config.image.name == wanted:
+        return
+    takes = {
+        "none": "takes no condition on a first frame",
+        "latents": "takes a first frame, as latents",
+        "encoder": "takes a first frame, as latents and as an image encoder's embedding",
+    }
+    raise InputError(f"{where} {takes[wanted]}", f"set data.image.name={wanted}")

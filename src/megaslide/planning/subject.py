@@ -68,8 +68,9 @@ class Subject:
                 "encoder_hidden_states": torch.empty(self.clips, self.text_tokens, self.text_dim),
             }
             family = None if isinstance(self.network, OwnNetwork) else self.network.family
-            if family is not None and family.pooled_dim is not None:
-                inputs["pooled_projections"] = torch.empty(self.clips, family.pooled_dim)
+            if family is not None:
+                for key, shape in family.conditions(self.latents).items():
+                    inputs[key] = torch.empty(self.clips, *shape)
         if isinstance(self.network, OwnNetwork):
             model = model.to(self.dtype)
             inputs = {key: value.to(self.dtype) for key, value in inputs.items()}
@@ -113,12 +114,15 @@ def subject_of_run(config: Config, clip: Triple | None = None) -> Subject:
     """
     from megaslide.data.buckets import fit_buckets
     from megaslide.data.codecs import build_codec
+    from megaslide.data.first_frames import build_first_frames
     from megaslide.data.text import build_text_encoder
 
     codec, encoder = build_codec(config.data.codec), build_text_encoder(config.data.text)
+    images = build_first_frames(config.data, codec)
     network = network_of(
-        config, channels=codec.channels, text_dim=encoder.dim, pooled_dim=encoder.pooled_dim
-    )
+        config, channels=codec.channels, text_dim=encoder.dim, pooled_dim=encoder.pooled_dim,
+        image_dim=None if images is None else images.dim,
+    )  # fmt: skip
     if clip is None:
         buckets, _ = fit_buckets(config.data.buckets, codec, network.patch_size)
         latents = max((bucket.latent_shape for bucket in buckets), key=math.prod)

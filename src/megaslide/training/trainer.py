@@ -17,8 +17,9 @@ import psutil
 import torch
 
 from megaslide import runs
-from megaslide.config import Config, save_config
+from megaslide.config import Config, Triple, save_config
 from megaslide.data.codecs import build_codec
+from megaslide.data.first_frames import build_first_frames
 from megaslide.data.latents import Batch, BucketSampler, LatentDataset, collate
 from megaslide.data.text import build_text_encoder
 from megaslide.diffusion.objectives import Objective
@@ -77,6 +78,8 @@ class Trainer:
         )
         self.device = torch.device(chosen_device(config.offload))
         self.generator = torch.Generator().manual_seed(train.seed)
+        if config.sample.prompts and (config.sample.every_steps or math.inf) <= self.max_steps:
+            self._sampling()  # what cannot be sampled is refused before training
         self.step = 0
         self._last_step = (0.0, 0.0)
 
@@ -141,8 +144,8 @@ class Trainer:
         empty, dropout = self.dataset.empty_text(), self.config.data.caption_dropout
         drop = torch.rand(len(batch.text), generator=self.generator) < dropout
         given = {key: value.clone() for key, value in batch.conditioning().items()}
-        for key, value in given.items():
-            value[drop] = empty[key]
+        for key, value in empty.items():
+            given[key][drop] = value
         return {key: value.to(self.device) for key, value in given.items()}
 
     def _tokens(self, latents: torch.Tensor) -> int:
@@ -188,15 +191,20 @@ class Trainer:
         """Write clips for the prompts (the config's by default) and a contact sheet."""
         settings = self.config.sample
         prompts = prompts or settings.prompts
-        bucket = sample_size(settings, self.config, self.codec, self.network.patch_size)
-        sigmas = sampling_sigmas(self.recipe, self.codec, self.network, bucket, settings)
+        bucket, sigmas = self._sampling()
         with self.sampled_weights():
             frames = generate(
                 self.denoiser, self.codec, self.text_encoder, prompts,
                 bucket=bucket, settings=settings, sigmas=sigmas, device=self.device,
-                pipeline=self.pipeline,
+                pipeline=self.pipeline, images=build_first_frames(self.config.data, self.codec),
             )  # fmt: skip
         return save_samples(frames, prompts, folder, settings.fps, settings)
+
+    def _sampling(self) -> tuple[Triple, torch.Tensor]:
+        """Size of samples in pixels, and their noise levels."""
+        settings = self.config.sample
+        size = sample_size(settings, self.config, self.codec, self.network.patch_size)
+        return size, sampling_sigmas(self.recipe, self.codec, self.network, size, settings)
 
     def sampled_weights(self) -> Any:
         """Context in which the model computes in eval mode, with its EMA if there is one."""

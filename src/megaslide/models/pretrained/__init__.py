@@ -11,7 +11,8 @@ from megaslide.models.pretrained.conversion import (
     convert,
     converted_config,
 )
-from megaslide.models.pretrained.families import FAMILIES, Family, family_of
+from megaslide.models.pretrained.families import FAMILIES, family_of
+from megaslide.models.pretrained.family import Family
 from megaslide.models.pretrained.loading import build_on_meta
 from megaslide.models.pretrained.source import Source, find_source
 

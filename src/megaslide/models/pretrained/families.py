@@ -1,112 +1,17 @@
-"""How each family of pretrained transformers is called, behind one convention.
+"""The families of pretrained transformers: how each is called, and by what it is told apart.
 
-The rest of the package trains and samples a velocity: `model(x_sigma, 1000·sigma, text, mask)`
-returns an estimate of e − x0 at x_sigma = (1 − sigma)·x0 + sigma·e, or for CogVideoX its own v, all
-in [B, C, T, H, W]. A family turns that call into its transformer's: the layout of the latents, what
-it takes for time, the length of its text, and its other arguments. What it does is what the
-family's diffusers pipeline does around the transformer (diffusers 0.42,
+What a family does is what its diffusers pipeline does around the transformer (diffusers 0.42,
 `diffusers/pipelines/<family>`), which is the source of each formula here.
 
-Shapes: B batch, C T H W latents, L text tokens of D channels, N video tokens after patching.
+Shapes: B batch, C T H W latents, L text tokens of D channels.
 """
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from megaslide.config import Triple
 from megaslide.errors import InputError
-
-Arguments = dict[str, Any]
-NUM_TRAIN_TIMESTEPS = 1000
-
-
-class Family:
-    """The convention of most: latents as they are, time as 1000·sigma, no extra arguments.
-
-    Args:
-        config: the transformer's config.json.
-        fps: frame rate of the clips, for families whose positions are in seconds; None takes what
-            the family's pipeline assumes.
-        guidance: the guidance scale told to families that take one as an input.
-
-    Raises:
-        InputError: a variant of the family that needs inputs nobody gives it here.
-    """
-
-    def __init__(
-        self, config: Mapping[str, Any], *, fps: float | None = None, guidance: float = 1.0
-    ) -> None:
-        self.config, self.fps, self.guidance = config, fps, guidance
-        self._check()
-
-    @property
-    def takes_first_frame(self) -> bool:
-        """Whether timesteps may differ from frame to frame, so that the first can stay clean."""
-        return False
-
-    @property
-    def channels(self) -> int:
-        """Latent channels C."""
-        return int(self.config["in_channels"])
-
-    @property
-    def text_dim(self) -> int:
-        """Channels D of the text embeddings."""
-        return int(self.config["text_embed_dim"])
-
-    @property
-    def pooled_dim(self) -> int | None:
-        """Channels P of `pooled_projections` [B, P] among the conditioning; None: there are none"""
-        return None
-
-    @property
-    def patch_size(self) -> Triple:
-        """Latent voxels per token (t, h, w)."""
-        size = self.config.get("patch_size", 1)
-        if isinstance(size, int):
-            return self.config.get("patch_size_t") or 1, size, size
-        t, h, w = size
-        return t, h, w
-
-    def arguments(self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Arguments:
-        """Keyword arguments of the transformer.
-
-        Args:
-            latents: [B, C, T, H, W], in the model's dtype.
-            timestep: 1000·sigma, fp32 [B], or [B, T] where the family takes it per frame.
-            text: [B, L, D], in the model's dtype, zero where masked.
-            mask: bool [B, L].
-        """
-        raise NotImplementedError
-
-    def prediction(self, output: Tensor, latents: Tensor) -> Tensor:
-        """The transformer's output in the common convention, [B, C, T, H, W]."""
-        return output
-
-    def _per_token(self, latents: Tensor, timestep: Tensor) -> Tensor:
-        """[B, T] to [B, N]: tokens lie frame by frame, and a token takes its first frame's time.
-
-        One time per sample, [B], stays as it is.
-        """
-        if timestep.ndim == 1:
-            return timestep
-        t, h, w = self.patch_size
-        in_frame = (latents.shape[3] // h) * (latents.shape[4] // w)
-        return timestep[:, ::t].repeat_interleave(in_frame, dim=1)
-
-    def _check(self) -> None:
-        given = int(self.config["in_channels"])
-        predicted = int(self.config.get("out_channels") or given)
-        if given != predicted:
-            raise InputError(
-                f"{type(self).__name__} with in_channels={given}, out_channels={predicted}: its "
-                f"other {given - predicted} channels are a condition on images",
-                "give the text-to-video model of the family",
-            )
+from megaslide.models.pretrained.family import NUM_TRAIN_TIMESTEPS, Arguments, Family, padded
 
 
 class Wan(Family):
@@ -114,14 +19,45 @@ class Wan(Family):
 
     Velocity at t = 1000·sigma. Text is zero-padded to 512 tokens, which attend without a mask.
     TI2V-5B takes one timestep per token: that of the token's latent frame, 0 on a frame that is
-    given. Source: pipelines/wan/pipeline_wan.py, pipeline_wan_i2v.py.
+    given. Image-to-video models (in_channels 2C + 4) take the first frame in channels beside the
+    noisy latents: a mask, of the 4 pixel frames in a latent one, that is 1 on the first frame, and
+    the latents of a clip that is grey after it; with image_dim (2.1), also a CLIP embedding of it.
+    Source: pipelines/wan/pipeline_wan.py, pipeline_wan_i2v.py.
     """
 
-    TEXT_LENGTH = 512
+    TEXT_LENGTH, IMAGE_LENGTH, MASK_CHANNELS = 512, 257, 4
 
     @property
     def takes_first_frame(self) -> bool:
-        return True
+        return self.image == "none"
+
+    @property
+    def channels(self) -> int:
+        return int(self.config.get("out_channels") or self.config["in_channels"])
+
+    @property
+    def image(self) -> str:
+        if int(self.config["in_channels"]) != 2 * self.channels + self.MASK_CHANNELS:
+            return "none"
+        return "latents" if self.image_dim is None else "encoder"
+
+    @property
+    def image_dim(self) -> int | None:
+        return self.config.get("image_dim")
+
+    def conditions(self, latents: Triple) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.image != "none":
+            shapes["image_latents"] = (self.channels, *latents)
+        if self.image_dim is not None:
+            shapes["encoder_hidden_states_image"] = (self.IMAGE_LENGTH, self.image_dim)
+        return shapes
+
+    def with_image(self, latents: Tensor, image_latents: Tensor) -> Tensor:
+        b, _, *size = latents.shape
+        mask = latents.new_zeros(b, self.MASK_CHANNELS, *size)
+        mask[:, :, 0] = 1
+        return torch.cat([latents, mask, image_latents], dim=1)
 
     @property
     def text_dim(self) -> int:
@@ -133,6 +69,15 @@ class Wan(Family):
             "timestep": self._per_token(latents, timestep),
             "encoder_hidden_states": padded(text, self.TEXT_LENGTH),
         }
+
+    def _check(self) -> None:
+        if self.config.get("pos_embed_seq_len") is not None:
+            raise InputError(
+                "Wan with pos_embed_seq_len takes the last frame as well as the first",
+                "give the text-to-video or image-to-video model of the family",
+            )
+        if self.image == "none":
+            super()._check()
 
 
 class LTX(Family):
@@ -245,6 +190,9 @@ class HunyuanVideo(Family):
     def pooled_dim(self) -> int | None:
         return int(self.config["pooled_projection_dim"])
 
+    def conditions(self, latents: Triple) -> dict[str, tuple[int, ...]]:
+        return {"pooled_projections": (int(self.config["pooled_projection_dim"]),)}
+
     def arguments(self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Arguments:
         guided = bool(self.config.get("guidance_embeds"))
         scale = 1000.0 * self.guidance
@@ -261,6 +209,51 @@ class HunyuanVideo(Family):
         if (condition := self.config.get("image_condition_type")) is not None:
             raise InputError(
                 f"HunyuanVideo with image_condition_type={condition!r} is image-to-video",
+                "give the text-to-video model of the family",
+            )
+
+
+class HunyuanVideo15(Family):
+    """HunyuanVideo 1.5, text to video: velocity at t = 1000·sigma.
+
+    Beside the latents stand as many channels of a condition on an image and one that says where it
+    is given: zero here. Embeddings of an image, zero, and of text in quotation marks (by ByT5; no
+    caption has any here) are masked in every attention, so one token of each stands for the
+    pipeline's 729 and 256. Source: pipelines/hunyuan_video1_5/pipeline_hunyuan_video1_5.py.
+    """
+
+    @property
+    def channels(self) -> int:
+        return int(self.config["out_channels"])
+
+    def arguments(self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Arguments:
+        count, absent = len(latents), torch.zeros_like(latents)
+        return {
+            "hidden_states": torch.cat([latents, absent, absent[:, :1]], dim=1),
+            "timestep": timestep,
+            "encoder_hidden_states": text,
+            "encoder_attention_mask": mask.to(latents.dtype),
+            "encoder_hidden_states_2": text.new_zeros(count, 1, self.config["text_embed_2_dim"]),
+            "encoder_attention_mask_2": latents.new_zeros(count, 1),
+            "image_embeds": latents.new_zeros(count, 1, self.config["image_embed_dim"]),
+        }
+
+    def _check(self) -> None:
+        given, wanted = int(self.config["in_channels"]), 2 * self.channels + 1
+        if given != wanted:
+            raise InputError(
+                f"HunyuanVideo 1.5 with in_channels={given}, out_channels={self.channels}; "
+                f"{wanted} are known",
+                "give the text-to-video model of the family",
+            )
+        if self.config.get("use_meanflow"):
+            raise InputError(
+                "HunyuanVideo 1.5 with use_meanflow is trained on pairs of times",
+                "give the text-to-video model that is not distilled",
+            )
+        if (task := self.config.get("task_type")) != "t2v":
+            raise InputError(
+                f"HunyuanVideo 1.5 with task_type={task!r} takes embeddings of an image",
                 "give the text-to-video model of the family",
             )
 
@@ -329,6 +322,7 @@ FAMILIES: dict[str, type[Family]] = {
     "LTXVideoTransformer3DModel": LTX,
     "CosmosTransformer3DModel": Cosmos,
     "HunyuanVideoTransformer3DModel": HunyuanVideo,
+    "HunyuanVideo15Transformer3DModel": HunyuanVideo15,
     "CogVideoXTransformer3DModel": CogVideoX,
     "MochiTransformer3DModel": Mochi,
 }
@@ -343,22 +337,12 @@ def family_of(class_name: str) -> type[Family]:
     """
     if class_name in FAMILIES:
         return FAMILIES[class_name]
+    known = (name.removesuffix("Transformer3DModel") for name in FAMILIES)
     raise InputError(
         f"{class_name}: how this family is trained is not known here",
-        f"known are {', '.join(sorted(FAMILIES))}; any other model trains in a loop of your own "
+        f"known are {', '.join(sorted(known))}; any other model trains in a loop of your own "
         "with megaslide.stream",
     )
-
-
-def padded(text: Tensor, length: int) -> Tensor:
-    """[B, L, D] with zeros up to `length` tokens.
-
-    Raises:
-        ValueError: the text is longer than that.
-    """
-    if text.shape[1] > length:
-        raise ValueError(f"text has {text.shape[1]} tokens; the model takes up to {length}")
-    return functional.pad(text, (0, 0, 0, length - text.shape[1]))
 
 
 def centred(
