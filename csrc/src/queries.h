@@ -46,15 +46,21 @@ struct QueryScratch {
   float *pull[3];              // [padded K] gradient of a tap's coordinate, per axis
 };
 
+// Those arrays of one query's taps that are no scratch.
+inline void take_taps(const Plan &plan, Arena *arena, Taps *taps) {
+  const int64_t count = padded(plan.taps);
+  for (int axis = 0; axis < 3; ++axis) {
+    taps->cell[axis] = arena->take<int32_t>(count);
+    taps->above[axis] = arena->take<float>(count);
+    taps->inside[axis] = arena->take<float>(count);
+  }
+  taps->first = arena->take<int32_t>(count);
+}
+
 inline void divide(const Plan &plan, Arena *arena, QueryScratch *scratch) {
   const int64_t taps = padded(plan.taps);
-  for (int axis = 0; axis < 3; ++axis) {
-    scratch->taps.cell[axis] = arena->take<int32_t>(taps);
-    scratch->taps.above[axis] = arena->take<float>(taps);
-    scratch->taps.inside[axis] = arena->take<float>(taps);
-    scratch->pull[axis] = arena->take<float>(taps);
-  }
-  scratch->taps.first = arena->take<int32_t>(taps);
+  take_taps(plan, arena, &scratch->taps);
+  for (float *&pull : scratch->pull) pull = arena->take<float>(taps);
   scratch->taps.position = arena->take<float>(taps);
   for (float *&corner : scratch->taps.corner) corner = arena->take<float>(2 * taps);
   const int64_t grid = grid_floats(plan);
