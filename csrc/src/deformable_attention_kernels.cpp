@@ -185,7 +185,7 @@ float weigh_forward(const Plan &plan, const ForwardArrays &arrays, int64_t extra
                     Scratch *s) {
   const RowProducts<T> &products = row_products<T>(plan.head_dim);
   const Visit &visit = s->visits[i];
-  const int64_t d = plan.head_dim, taps = padded(plan.taps);
+  const int64_t d = plan.head_dim, places = padded(plan.places);
   const Chunks keys = extra_chunks_of(plan, *s);
   float *probability = s->query.probability;
   s->query.taps = visit.taps;
@@ -193,7 +193,7 @@ float weigh_forward(const Plan &plan, const ForwardArrays &arrays, int64_t extra
   interpolate_query(plan, s->query, scores, s->query.score_grid, probability);
   if (plan.extra > 0) {
     const T *rows = static_cast<const T *>(arrays.in.extra_k) + extra;
-    products.dots(keys, s->q + i * d, rows, d, probability + taps);
+    products.dots(keys, s->q + i * d, rows, d, probability + places);
   }
   const float lse = softmax(plan, probability);
   float *weights = box_or(visit.touched, s->weights + visit.at, s->box_weights);
@@ -202,7 +202,7 @@ float weigh_forward(const Plan &plan, const ForwardArrays &arrays, int64_t extra
   pack(visit.touched, weights, s->weights + visit.at);
   if (plan.extra > 0) {
     const T *rows = static_cast<const T *>(arrays.in.extra_v) + extra;
-    products.combine(keys, probability + taps, rows, d, s->sum + i * d);
+    products.combine(keys, probability + places, rows, d, s->sum + i * d);
   }
   return lse;
 }
@@ -236,11 +236,11 @@ template <typename T>
 void backward_extra(const Plan &plan, const BackwardArrays &arrays, int64_t extra, float lse,
                     float mean, int64_t i, const Scratch &s) {
   const RowProducts<T> &products = row_products<T>(plan.head_dim);
-  const int64_t d = plan.head_dim, taps = padded(plan.taps);
+  const int64_t d = plan.head_dim, places = padded(plan.places);
   const T *extra_k = static_cast<const T *>(arrays.in.extra_k) + extra;
   const T *extra_v = static_cast<const T *>(arrays.in.extra_v) + extra;
   const float *q = s.q + i * d, *grad_out = s.grad_out + i * d;
-  float *probability = s.query.probability + taps, *slope = s.query.slope + taps;
+  float *probability = s.query.probability + places, *slope = s.query.slope + places;
   const Chunks keys = extra_chunks_of(plan, s);
   products.dots(keys, q, extra_k, d, probability);
   products.dots(keys, grad_out, extra_v, d, slope);
