@@ -10,9 +10,11 @@ forward and then backward, and medians are reported: of `--rounds`, or of as man
 offsets and computes in fp32 whatever our dtype: it is measured once, with `PEER_KIND` offsets.
 
 `extra_bytes` is by how much the peak of resident memory rises above what stands before the call
-and the results that it leaves. `limit_fraction` compares with a matrix product of torch that does
-the same operations at the best rate that one reaches here in this dtype: forward 4, backward 10
-per voxel that a query reads and number of head_dim, and the two together for forward+backward.
+and the results that it leaves. `limit_fraction` is the least time that the operations can take over
+the time measured. Counted are those that cannot be left out: per voxel of which a query samples
+something, once however many taps share it, and number of head_dim, 4 forward and 10 backward; and
+per tap the trilinear sums and the exponential (`scalar_flops`). The former are done at the best
+rate that a matrix product of torch reaches here in the row's dtype, the latter at that of fp32.
 
 Offsets are what the model's bound allows at most: independent for every token, raw values from the
 normal distribution, bounded at `RANGE` voxels. Real ones are smoother and cost less.
@@ -25,6 +27,7 @@ import ctypes
 import gc
 import itertools
 import json
+import math
 import statistics
 import threading
 import time
@@ -71,13 +74,13 @@ def make_case(size: tuple[int, int, int], kind: str, dtype: torch.dtype) -> dict
 # ---- the peers -------------------------------------------------------------------------------
 
 
-def grid_sample_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, *, window: Any, kind: str = "none"
+def sample_positions(
+    size: tuple[int, ...], offsets: Tensor | None, *, window: Any, kind: str
 ) -> Tensor:
-    """The operator from its definition: K keys and values sampled per query and head."""
-    size = torch.tensor(q.shape[1:4])
-    grid = torch.cartesian_prod(*(torch.arange(int(n)) for n in size)).reshape(*size, 3)
-    last = (size - torch.tensor(window)).float()
+    """Where the taps of all queries sample, in voxels: [N, K, 3], not yet clamped to the volume."""
+    sizes = torch.tensor(size)
+    grid = torch.cartesian_prod(*(torch.arange(n) for n in size)).reshape(*size, 3)
+    last = (sizes - torch.tensor(window)).float()
     start = (grid - torch.tensor(window) // 2).clamp(torch.zeros(3), last)  # [T,H,W,3]
     tap = torch.cartesian_prod(*(torch.arange(n) for n in window)).float()  # [K,3]
     delta = torch.zeros(())
@@ -91,7 +94,15 @@ def grid_sample_attention(
     if kind == "tap":
         assert offsets is not None
         delta = offsets[0, ..., 0, :, :]
-    position = (start.unsqueeze(-2) + tap + delta).flatten(0, 2)  # [N,K,3]
+    return (start.unsqueeze(-2) + tap + delta).flatten(0, 2)
+
+
+def grid_sample_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, *, window: Any, kind: str = "none"
+) -> Tensor:
+    """The operator from its definition: K keys and values sampled per query and head."""
+    size = torch.tensor(q.shape[1:4])
+    position = sample_positions(tuple(q.shape[1:4]), offsets, window=window, kind=kind)
     points = (2 * position / (size - 1).clamp_min(1) - 1).flip(-1)[None, :, :, None]  # [1,N,K,1,3]
     keys, values = (
         F.grid_sample(
@@ -204,12 +215,35 @@ def matmul_flops(dtype: torch.dtype) -> float:
     return best
 
 
-def voxels_read(kind: str) -> int:
-    """Distinct voxels a query must read: all 8 corners of taps that may part, 1 without offsets."""
-    mixes = {"none": 0, "shift": 1}
-    if kind in mixes:
-        return (WINDOW[0] + mixes[kind]) * (WINDOW[1] + mixes[kind]) * (WINDOW[2] + mixes[kind])
-    return 8 * WINDOW[0] * WINDOW[1] * WINDOW[2]
+def voxels_sampled(case: dict[str, Any], most_queries: int = 2048) -> float:
+    """Distinct voxels with a weight in any tap of a query; mean over queries evenly apart."""
+    size = tuple(case["q"].shape[1:4])
+    with torch.no_grad():
+        position = sample_positions(
+            size, case["offsets"], window=WINDOW, kind=case.get("kind", "none")
+        )
+        position = position[:: -(-len(position) // most_queries)]
+        position = torch.minimum(position.clamp_min(0), torch.tensor(size) - 1.0)  # [N,K,3]
+    ends = torch.stack((position.floor(), position.ceil()))  # [2,N,K,3]; one where it is whole
+    t, h, w = ends.long().unbind(-1)
+    corners = [
+        (t[i] * size[1] + h[j]) * size[2] + w[k] for i, j, k in itertools.product((0, 1), repeat=3)
+    ]
+    numbers = torch.cat(corners, 1).sort(1).values  # [N,8K]
+    return float(1 + (numbers.diff() != 0).sum(1).double().mean())
+
+
+def scalar_flops(kind: str, backward: bool) -> int:
+    """Per query and head, least: trilinear sums as steps between two numbers, 2 each, and e^x.
+
+    A sum over 8 corners takes 7 steps, 3 where all taps share their fractions. Forward there is
+    one of the scores and one, transposed, of the weights. Backward there are two each, and the
+    derivative along each axis. The exponential is a polynomial of 8 terms, 2 each.
+    """
+    steps = {"none": 0, "shift": 3}.get(kind, 7)
+    slopes = {"none": 0, "shift": 3}.get(kind, 9)
+    sums = (2 + 4) * steps + slopes if backward else 2 * steps
+    return math.prod(WINDOW) * (2 * sums + 16 * (2 if backward else 1))
 
 
 # ---- the run ---------------------------------------------------------------------------------
@@ -233,7 +267,7 @@ def grid_sample_contender(tokens: int) -> Contender:
 
 def measure_size(
     tokens: int, dtype_name: str, kinds: list[Any], rounds: int, grid_sample: Contender | None,
-    peak: float,
+    peaks: dict[str, float],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of all kinds and both directions, with the threads that torch has."""
     cases = {kind: make_case(SIZES[tokens], kind, DTYPES[dtype_name]) for kind in kinds}
@@ -246,9 +280,11 @@ def measure_size(
             extra_bytes(contender.gradients),
         )
     take_turns([*ours.values(), *(c for c in (dense, grid_sample) if c)], rounds)
+    voxels = {kind: voxels_sampled(case) for kind, case in cases.items()}
     rows = []
     for kind, backward in itertools.product(kinds, (False, True)):
-        flops = (14 if backward else 4) * voxels_read(kind) * HEAD_DIM * tokens * HEADS
+        flops = (14 if backward else 4) * voxels[kind] * HEAD_DIM
+        least_s = flops / peaks[dtype_name] + scalar_flops(kind, backward) / peaks["float32"]
         ours_ms = ours[kind].median_ms(backward)
         rows.append({
             "tokens": tokens,
@@ -261,7 +297,7 @@ def measure_size(
             "sdpa_ms": dense.median_ms(backward) if dense else None,
             "extra_bytes": extra[kind][backward],
             "qkvo_bytes": 4 * cases[kind]["q"].nbytes,
-            "limit_fraction": flops / peak / (1e-3 * ours_ms),
+            "limit_fraction": least_s * tokens * HEADS / (1e-3 * ours_ms),
             "runs": len(ours[kind].seconds),
         })  # fmt: skip
     return rows
@@ -276,9 +312,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         peaks = {name: matmul_flops(dtype) for name, dtype in DTYPES.items()}
         for tokens in arguments.tokens:
             grid_sample = grid_sample_contender(tokens) if tokens <= MOST_PEER_TOKENS else None
-            for name, peak in peaks.items():  # grid_sample has had its turns when the second comes
+            for name in DTYPES:  # grid_sample has had its turns when the second comes
                 rows += measure_size(
-                    tokens, name, arguments.kinds, arguments.rounds, grid_sample, peak
+                    tokens, name, arguments.kinds, arguments.rounds, grid_sample, peaks
                 )
                 for row in rows[-2 * len(arguments.kinds) :] if arguments.progress else ():
                     print(json.dumps(row), flush=True)

@@ -82,7 +82,7 @@ bool valid_gradients(const megaslide_attention_shape &shape,
 // A plan and the tables it points to.
 struct PlannedWork {
   Plan plan;
-  std::vector<float> index[3], centred[3];
+  std::vector<float> index[3], centred[3], holds_tap;
   std::vector<int32_t> number, iota;
 };
 
@@ -121,6 +121,24 @@ void plan_taps(PlannedWork *work) {
   }
 }
 
+void plan_places(PlannedWork *work) {
+  Plan &plan = work->plan;
+  const int64_t *grid = plan.grid, *window = plan.window;
+  for (int axis = 0; axis < 3; ++axis) {
+    const bool mixes =
+        plan.kind == MEGASLIDE_OFFSETS_SHIFT && plan.size[axis] > plan.window[axis];
+    plan.grid[axis] = plan.window[axis] + (mixes ? 1 : 0);
+  }
+  const bool rigid = plan.kind <= MEGASLIDE_OFFSETS_SHIFT;
+  plan.places = rigid ? window[0] * grid[1] * grid[2] : plan.taps;
+  for (int64_t i = 0; i < padded(plan.places); ++i) {
+    const bool column = i % grid[2] < window[2], row = i / grid[2] % grid[1] < window[1];
+    const bool tap = i < plan.places && (!rigid || (column && row));
+    work->holds_tap.push_back(tap ? 1.0f : 0.0f);
+  }
+  plan.holds_tap = work->holds_tap.data();
+}
+
 void plan_tiles(Plan *plan) {
   const int64_t video[3] = {2, 4, 8}, image[3] = {1, 8, 8};
   for (int axis = 0; axis < 3; ++axis) {
@@ -152,6 +170,7 @@ void plan_work(const megaslide_attention_shape &shape, PlannedWork *work) {
   plan.channels = channels[shape.kind];
   plan.capacity = shape.kind == MEGASLIDE_OFFSETS_NONE ? plan.taps : 8 * plan.taps;
   plan_taps(work);
+  plan_places(work);
   plan_tiles(&plan);
   for (int64_t e = 0; e < padded(plan.extra); ++e) {
     work->iota.push_back(static_cast<int32_t>(e < plan.extra ? e : 0));

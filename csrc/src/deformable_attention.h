@@ -26,11 +26,14 @@ struct Plan {
   int64_t channels;  // numbers per offset group
   int64_t size[3], window[3];
   int64_t taps;      // K
+  int64_t grid[3];   // voxels per axis that a rigid grid of taps reads (rigid.h)
+  int64_t places;    // of arrays over taps: K, or [kt, grid h, grid w] with places without a tap
   int64_t capacity;  // most voxels one query may read, counted with repetition
   int64_t tile[3];   // queries per axis of a tile that the border does not cut
   int64_t tiles[3];  // tiles per axis
   int32_t kind, dtype;
   float scale;
+  const float *holds_tap;   // [padded places] 1, or 0 where there is none
   // Of taps in the order in which kernels hold them where they are not a rigid grid (sampling.h).
   const int32_t *number;    // [K] number of a tap in the window
   const float *index[3];    // [padded K] index of a tap in the window; padding repeats the last

@@ -1,4 +1,4 @@
-// 3D-DSA for one instruction set, query by query: O(K + E) scratch, no K x head_dim array. Takes
+// 3D-DSA for one instruction set: O(K + E) scratch per query of a tile, no K x head_dim array. Takes
 // every shape and every displacement.
 #include <cstdint>
 
@@ -10,29 +10,57 @@
 namespace megaslide {
 namespace {
 
+// One query of a tile, and where it stands in the tile's lists.
+struct Visit {
+  Query query;
+  Taps taps;
+  Touched touched;
+  int64_t at, count;
+};
+
 struct Scratch {
   QueryScratch query;
-  Touched touched;
-  int32_t *voxel;              // [capacity] the query's list
-  float *packed;               // [capacity] numbers over the list, where it is not the whole box
-  float *scores, *values;      // [capacity] s and g over the box
-  float *weights, *slopes;     // [capacity] A and dA over the box
-  float *q, *grad_out, *sum;   // [head_dim] the query's rows and a result in fp32
+  Visit visits[kTileQueries];
+  int64_t queries;
+  uint64_t *lines;                  // of one query's box
+  int32_t *runs[2];                 // of all queries, in the list and in the box
+  int32_t *voxel;                   // [queries, capacity] their lists, one after the other
+  Chunk *unsorted, *chunks;         // of the lists
+  int64_t chunk_count;
+  int32_t *bucket;                  // [T H + 1] scratch
+  Chunk *extra_chunks;              // of the extra keys of one query
+  float *q, *grad_out, *sum;        // [queries, head_dim] rows and results in fp32
+  float *scores, *values;           // [queries, capacity] s and g over the lists
+  float *weights, *slopes;          // the same of A and dA
+  float *box_scores, *box_values;   // [capacity] one query's, over its box
+  float *box_weights, *box_slopes;
 };
 
 int64_t divide(const Plan &plan, void *block, Scratch *scratch) {
   Arena arena{static_cast<char *>(block), 0};
   divide(plan, &arena, &scratch->query);
-  const int64_t capacity = padded(plan.capacity) + kSlack;
-  scratch->touched.lines = arena.take<uint64_t>(most_lines(plan));
-  scratch->touched.list = arena.take<int32_t>(most_lines(plan) + 1);
-  scratch->touched.box = arena.take<int32_t>(most_lines(plan) + 1);
-  scratch->voxel = arena.take<int32_t>(capacity);
-  float **const lists[] = {&scratch->packed, &scratch->scores, &scratch->values,
-                           &scratch->weights, &scratch->slopes};
-  for (float **list : lists) *list = arena.take<float>(capacity);
+  for (Visit &visit : scratch->visits) {
+    visit.taps = scratch->query.taps;
+    if (!rigid(plan)) take_taps(plan, &arena, &visit.taps);
+  }
+  const int64_t capacity = padded(plan.capacity), all = kTileQueries * capacity + kSlack;
+  scratch->lines = arena.take<uint64_t>(most_lines(plan));
+  for (int32_t *&runs : scratch->runs) {
+    runs = arena.take<int32_t>(kTileQueries * (most_lines(plan) + 1));
+  }
+  scratch->voxel = arena.take<int32_t>(all);
+  scratch->unsorted = arena.take<Chunk>(all / kPad);
+  scratch->chunks = arena.take<Chunk>(all / kPad);
+  scratch->bucket = arena.take<int32_t>(plan.size[0] * plan.size[1] + 1);
+  scratch->extra_chunks = arena.take<Chunk>(padded(plan.extra) / kPad);
   float **const rows[] = {&scratch->q, &scratch->grad_out, &scratch->sum};
-  for (float **row : rows) *row = arena.take<float>(plan.head_dim);
+  for (float **row : rows) *row = arena.take<float>(kTileQueries * plan.head_dim);
+  float **const lists[] = {&scratch->scores, &scratch->values, &scratch->weights,
+                           &scratch->slopes};
+  for (float **list : lists) *list = arena.take<float>(all);
+  float **const boxes[] = {&scratch->box_scores, &scratch->box_values, &scratch->box_weights,
+                           &scratch->box_slopes};
+  for (float **box : boxes) *box = arena.take<float>(capacity + kSlack);
   return arena.used;
 }
 
@@ -40,6 +68,70 @@ int64_t scratch_bytes(const Plan &plan) {
   Scratch scratch;
   return divide(plan, nullptr, &scratch);
 }
+
+// ---- lists of a tile --------------------------------------------------------------------------
+
+// Chunks in the order of their first voxel's line along w: queries of a tile that read the same
+// rows do so one after the other, while the processor's first cache holds them.
+void sort_chunks(const Plan &plan, Scratch *s) {
+  const auto width = static_cast<int32_t>(plan.size[2]);
+  int32_t low = INT32_MAX, high = 0;
+  int64_t count = 0;
+  for (int64_t i = 0; i < s->queries; ++i) {
+    const Visit &visit = s->visits[i];
+    for (int64_t e = 0; e < visit.count; e += kPad) {
+      const auto at = static_cast<int32_t>(visit.at + e);
+      const auto left = static_cast<int32_t>(visit.count - e);
+      const int32_t line = s->voxel[at] / width;
+      low = line < low ? line : low;
+      high = line > high ? line : high;
+      s->unsorted[count++] = {static_cast<int32_t>(i), at,
+                              left < kPad ? left : static_cast<int32_t>(kPad)};
+    }
+  }
+  for (int64_t line = 0; line <= high - low + 1; ++line) s->bucket[line] = 0;
+  const auto bucket_of = [&](const Chunk &chunk) { return s->voxel[chunk.at] / width - low; };
+  for (int64_t n = 0; n < count; ++n) ++s->bucket[bucket_of(s->unsorted[n]) + 1];
+  for (int64_t line = 0; line < high - low; ++line) s->bucket[line + 1] += s->bucket[line];
+  for (int64_t n = 0; n < count; ++n) {
+    s->chunks[s->bucket[bucket_of(s->unsorted[n])]++] = s->unsorted[n];
+  }
+  s->chunk_count = count;
+}
+
+void list_tile(const Plan &plan, const float *offsets, const Part &part, Scratch *s) {
+  const Tile tile = tile_at(plan, part.tile);
+  int64_t at = 0, runs = 0;
+  s->queries = tile.count;
+  for (int64_t i = 0; i < tile.count; ++i) {
+    Visit &visit = s->visits[i];
+    visit.query = query_at(plan, tile, i);
+    visit.touched.lines = s->lines;
+    visit.touched.list = s->runs[0] + runs;
+    visit.touched.box = s->runs[1] + runs;
+    place_query(plan, offsets, part, visit.query, &visit.taps);
+    visit.at = at;
+    visit.count = list_voxels(plan, &visit.taps, &visit.touched, s->voxel + at);
+    at += padded(visit.count);
+    runs += visit.touched.runs + 1;
+  }
+  sort_chunks(plan, s);
+  for (int64_t e = 0; e < plan.extra; e += kPad) {
+    const int64_t left = plan.extra - e;
+    s->extra_chunks[e / kPad] = {0, static_cast<int32_t>(e),
+                                 static_cast<int32_t>(left < kPad ? left : kPad)};
+  }
+}
+
+inline Chunks chunks_of(const Plan &plan, const Scratch &s) {
+  return {s.chunks, s.chunk_count, s.voxel, plan.row};
+}
+
+inline Chunks extra_chunks_of(const Plan &plan, const Scratch &s) {
+  return {s.extra_chunks, padded(plan.extra) / kPad, plan.iota, plan.row};
+}
+
+// ---- pieces -----------------------------------------------------------------------------------
 
 inline float dot(const float *x, const float *y, int64_t d) {
   const int64_t whole = d / kLanes * kLanes;
@@ -50,12 +142,12 @@ inline float dot(const float *x, const float *y, int64_t d) {
   return sum;
 }
 
-// A row as fp32: itself, or a copy in `to`.
-inline const float *floats(const float *from, int64_t, float *) { return from; }
+inline void widen_row(const float *from, int64_t d, float *to) {
+  for (int64_t c = 0; c < d; ++c) to[c] = from[c];
+}
 
-inline const float *floats(const Bfloat16 *from, int64_t d, float *to) {
+inline void widen_row(const Bfloat16 *from, int64_t d, float *to) {
   for (int64_t c = 0; c < d; ++c) to[c] = widen(from[c]);
-  return to;
 }
 
 // Rows of one batch element and head.
@@ -68,15 +160,51 @@ inline Rows rows_of(const Plan &plan, const Part &part) {
   return {part.b * plan.voxels * plan.row + head, part.b * plan.extra * plan.row + head};
 }
 
-inline List extra_list(const Plan &plan) { return {plan.iota, plan.row, plan.extra}; }
-
-// Products with the query's list, at their places in its box.
+// The rows of a tile's queries in an array like q.
 template <typename T>
-void dots(const RowProducts<T> &products, const float *x, const T *rows, const List &list,
-          int64_t d, const Scratch &s, float *box) {
-  float *to = packed_or(s.touched, box, s.packed);
-  products.dots(x, rows, list, d, to);
-  place(s.touched, to, box);
+void widen_rows(const Plan &plan, const Scratch &s, const void *volume, int64_t first, float *to) {
+  for (int64_t i = 0; i < s.queries; ++i) {
+    const T *row = static_cast<const T *>(volume) + first + s.visits[i].query.n * plan.row;
+    widen_row(row, plan.head_dim, to + i * plan.head_dim);
+  }
+}
+
+template <typename T>
+void narrow_rows(const Plan &plan, const Scratch &s, int64_t first, void *volume) {
+  for (int64_t i = 0; i < s.queries; ++i) {
+    T *row = static_cast<T *>(volume) + first + s.visits[i].query.n * plan.row;
+    narrow(s.sum + i * plan.head_dim, plan.head_dim, row);
+  }
+}
+
+// ---- forward ----------------------------------------------------------------------------------
+
+// From one query's scores to its weights; adds to `sum` what the extra keys give. Returns lse.
+template <typename T>
+float weigh_forward(const Plan &plan, const ForwardArrays &arrays, int64_t extra, int64_t i,
+                    Scratch *s) {
+  const RowProducts<T> &products = row_products<T>(plan.head_dim);
+  const Visit &visit = s->visits[i];
+  const int64_t d = plan.head_dim, places = padded(plan.places);
+  const Chunks keys = extra_chunks_of(plan, *s);
+  float *probability = s->query.probability;
+  s->query.taps = visit.taps;
+  const float *scores = place(visit.touched, s->scores + visit.at, s->box_scores);
+  interpolate_query(plan, s->query, scores, s->query.score_grid, probability);
+  if (plan.extra > 0) {
+    const T *rows = static_cast<const T *>(arrays.in.extra_k) + extra;
+    products.dots(keys, s->q + i * d, rows, d, probability + places);
+  }
+  const float lse = softmax(plan, probability);
+  float *weights = box_or(visit.touched, s->weights + visit.at, s->box_weights);
+  fill(weights, padded(visit.touched.cells), 0.0f);
+  spread_query(plan, s->query, probability, weights);
+  pack(visit.touched, weights, s->weights + visit.at);
+  if (plan.extra > 0) {
+    const T *rows = static_cast<const T *>(arrays.in.extra_v) + extra;
+    products.combine(keys, probability + places, rows, d, s->sum + i * d);
+  }
+  return lse;
 }
 
 template <typename T>
@@ -84,54 +212,58 @@ bool forward(const Plan &plan, const ForwardArrays &arrays, const Part &part, vo
   const RowProducts<T> &products = row_products<T>(plan.head_dim);
   const auto &in = arrays.in;
   const Rows rows = rows_of(plan, part);
-  const T *k = static_cast<const T *>(in.k) + rows.volume;
-  const T *v = static_cast<const T *>(in.v) + rows.volume;
-  // Null where there are none, and then `rows.extra` is no offset to add.
-  const T *extra_k = static_cast<const T *>(in.extra_k) + (plan.extra > 0 ? rows.extra : 0);
-  const T *extra_v = static_cast<const T *>(in.extra_v) + (plan.extra > 0 ? rows.extra : 0);
-  const int64_t d = plan.head_dim, taps = padded(plan.taps);
+  const int64_t d = plan.head_dim;
   Scratch s;
   divide(plan, block, &s);
-  const Tile tile = tile_at(plan, part.tile);
-  for (int64_t i = 0; i < tile.count; ++i) {
-    const Query query = query_at(plan, tile, i);
-    place_query(plan, in.offsets, part, query, &s.query.taps);
-    const List list = {s.voxel, plan.row,
-                       list_voxels(plan, &s.query.taps, &s.touched, s.voxel)};
-    const int64_t row = rows.volume + query.n * plan.row;
-    const float *q = floats(static_cast<const T *>(in.q) + row, d, s.q);
-    float *probability = s.query.probability;
-    dots(products, q, k, list, d, s, s.scores);
-    interpolate_query(plan, s.query, s.scores, s.query.score_grid, probability);
-    if (plan.extra > 0) products.dots(q, extra_k, extra_list(plan), d, probability + taps);
-    arrays.lse[(part.b * plan.voxels + query.n) * plan.heads + part.head] =
-        softmax(plan, probability);
-    fill(s.weights, padded(s.touched.cells), 0.0f);
-    spread_query(plan, s.query, probability, s.weights);
-    products.combine(pack(s.touched, s.weights, s.packed), v, list, d, false, s.sum);
-    if (plan.extra > 0) {
-      products.combine(probability + taps, extra_v, extra_list(plan), d, true, s.sum);
-    }
-    narrow(s.sum, d, static_cast<T *>(arrays.out) + row);
+  list_tile(plan, in.offsets, part, &s);
+  const Chunks chunks = chunks_of(plan, s);
+  widen_rows<T>(plan, s, in.q, rows.volume, s.q);
+  products.dots(chunks, s.q, static_cast<const T *>(in.k) + rows.volume, d, s.scores);
+  fill(s.sum, s.queries * d, 0.0f);
+  for (int64_t i = 0; i < s.queries; ++i) {
+    arrays.lse[(part.b * plan.voxels + s.visits[i].query.n) * plan.heads + part.head] =
+        weigh_forward<T>(plan, arrays, rows.extra, i, &s);
   }
+  products.combine(chunks, s.weights, static_cast<const T *>(in.v) + rows.volume, d, s.sum);
+  narrow_rows<T>(plan, s, rows.volume, arrays.out);
   return true;
 }
+
+// ---- backward ---------------------------------------------------------------------------------
 
 // One query's extra keys: adds to dq and to the extra keys' gradients.
 template <typename T>
 void backward_extra(const Plan &plan, const BackwardArrays &arrays, int64_t extra, float lse,
-                    float mean, const float *q, const float *grad_out, const Scratch &s) {
+                    float mean, int64_t i, const Scratch &s) {
   const RowProducts<T> &products = row_products<T>(plan.head_dim);
-  const int64_t d = plan.head_dim, taps = padded(plan.taps);
+  const int64_t d = plan.head_dim, places = padded(plan.places);
   const T *extra_k = static_cast<const T *>(arrays.in.extra_k) + extra;
-  float *probability = s.query.probability + taps, *slope = s.query.slope + taps;
-  const List list = extra_list(plan);
-  products.dots(q, extra_k, list, d, probability);
-  products.dots(grad_out, static_cast<const T *>(arrays.in.extra_v) + extra, list, d, slope);
+  const T *extra_v = static_cast<const T *>(arrays.in.extra_v) + extra;
+  const float *q = s.q + i * d, *grad_out = s.grad_out + i * d;
+  float *probability = s.query.probability + places, *slope = s.query.slope + places;
+  const Chunks keys = extra_chunks_of(plan, s);
+  products.dots(keys, q, extra_k, d, probability);
+  products.dots(keys, grad_out, extra_v, d, slope);
   slopes_of(plan, plan.extra, lse, mean, probability, slope);
-  products.combine(slope, extra_k, list, d, true, s.sum);
-  products.add_outer(slope, q, list, d, arrays.grad.extra_k + extra);
-  products.add_outer(probability, grad_out, list, d, arrays.grad.extra_v + extra);
+  products.combine(keys, slope, extra_k, d, s.sum + i * d);
+  products.add_outer(keys, slope, q, d, arrays.grad.extra_k + extra);
+  products.add_outer(keys, probability, grad_out, d, arrays.grad.extra_v + extra);
+}
+
+// From one query's products to its weights A and dA. `mean` is that of dP under P.
+void weigh_backward(const Plan &plan, float lse, float mean, int64_t i, float *offsets,
+                    Scratch *s) {
+  const Visit &visit = s->visits[i];
+  s->query.taps = visit.taps;
+  const float *scores = place(visit.touched, s->scores + visit.at, s->box_scores);
+  const float *values = place(visit.touched, s->values + visit.at, s->box_values);
+  float *weights = box_or(visit.touched, s->weights + visit.at, s->box_weights);
+  float *slopes = box_or(visit.touched, s->slopes + visit.at, s->box_slopes);
+  fill(weights, padded(visit.touched.cells), 0.0f);
+  fill(slopes, padded(visit.touched.cells), 0.0f);
+  weigh_query(plan, lse, mean, s->query, scores, values, weights, slopes, offsets);
+  pack(visit.touched, weights, s->weights + visit.at);
+  pack(visit.touched, slopes, s->slopes + visit.at);
 }
 
 template <typename T>
@@ -144,34 +276,25 @@ bool backward(const Plan &plan, const BackwardArrays &arrays, const Part &part, 
   const int64_t d = plan.head_dim;
   Scratch s;
   divide(plan, block, &s);
-  const Tile tile = tile_at(plan, part.tile);
-  for (int64_t i = 0; i < tile.count; ++i) {
-    const Query query = query_at(plan, tile, i);
-    place_query(plan, in.offsets, part, query, &s.query.taps);
-    const List list = {s.voxel, plan.row,
-                       list_voxels(plan, &s.query.taps, &s.touched, s.voxel)};
-    const int64_t row = rows.volume + query.n * plan.row;
-    const float *q = floats(static_cast<const T *>(in.q) + row, d, s.q);
-    const float *grad_out = floats(static_cast<const T *>(arrays.grad_out) + row, d, s.grad_out);
-    const float *out = floats(static_cast<const T *>(arrays.out) + row, d, s.sum);
+  list_tile(plan, in.offsets, part, &s);
+  const Chunks chunks = chunks_of(plan, s);
+  widen_rows<T>(plan, s, in.q, rows.volume, s.q);
+  widen_rows<T>(plan, s, arrays.grad_out, rows.volume, s.grad_out);
+  widen_rows<T>(plan, s, arrays.out, rows.volume, s.sum);
+  products.dots(chunks, s.q, k, d, s.scores);
+  products.dots(chunks, s.grad_out, v, d, s.values);
+  for (int64_t i = 0; i < s.queries; ++i) {
+    const Query &query = s.visits[i].query;
     const float lse = arrays.lse[(part.b * plan.voxels + query.n) * plan.heads + part.head];
-    const float mean = dot(grad_out, out, d);  // of dP under P
-    dots(products, q, k, list, d, s, s.scores);
-    dots(products, grad_out, v, list, d, s, s.values);
-    fill(s.weights, padded(s.touched.cells), 0.0f);
-    fill(s.slopes, padded(s.touched.cells), 0.0f);
-    weigh_query(plan, lse, mean, s.query, s.scores, s.values, s.weights, s.slopes,
-                offsets_at(arrays, part, query, i));
-    const float *slopes = pack(s.touched, s.slopes, s.packed);
-    products.combine(slopes, k, list, d, false, s.sum);
-    products.add_outer(slopes, q, list, d, arrays.grad.k + rows.volume);
-    const float *weights = pack(s.touched, s.weights, s.packed);
-    products.add_outer(weights, grad_out, list, d, arrays.grad.v + rows.volume);
-    if (plan.extra > 0) {
-      backward_extra<T>(plan, arrays, rows.extra, lse, mean, q, grad_out, s);
-    }
-    narrow(s.sum, d, static_cast<T *>(arrays.grad.q) + row);
+    const float mean = dot(s.grad_out + i * d, s.sum + i * d, d);
+    fill(s.sum + i * d, d, 0.0f);
+    weigh_backward(plan, lse, mean, i, offsets_at(arrays, part, query, i), &s);
+    if (plan.extra > 0) backward_extra<T>(plan, arrays, rows.extra, lse, mean, i, s);
   }
+  products.combine(chunks, s.slopes, k, d, s.sum);
+  products.add_outer(chunks, s.slopes, s.q, d, arrays.grad.k + rows.volume);
+  products.add_outer(chunks, s.weights, s.grad_out, d, arrays.grad.v + rows.volume);
+  narrow_rows<T>(plan, s, rows.volume, arrays.grad.q);
   return true;
 }
 

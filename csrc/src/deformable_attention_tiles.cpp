@@ -34,7 +34,7 @@ inline int64_t rounded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 struct Scratch {
   QueryScratch query;
-  int32_t *voxel;                          // [columns]
+  int32_t *voxel;                          // [columns + kSlack]
   const uint16_t **rows;                   // [columns] where they come from, null for zeros
   uint16_t *key_columns, *value_columns;   // K', V' as right operands [columns/16, d/32]
   uint16_t *pair_rows;                     // V, backward K, as a right operand [columns/32, d/16]
@@ -61,7 +61,7 @@ Widths widths_of(const Plan &plan, int64_t columns) {
 int64_t divide(const Plan &plan, const Widths &most, void *block, Scratch *s) {
   Arena arena{static_cast<char *>(block), 0};
   divide(plan, &arena, &s->query);
-  s->voxel = arena.take<int32_t>(most.columns);
+  s->voxel = arena.take<int32_t>(most.columns + kSlack);
   s->rows = arena.take<const uint16_t *>(most.columns);
   uint16_t **const operands[] = {&s->key_columns, &s->value_columns, &s->pair_rows};
   for (uint16_t **operand : operands) *operand = arena.take<uint16_t>(most.columns * most.d);
@@ -407,7 +407,7 @@ bool forward(const Plan &plan, const ForwardArrays &arrays, const Part &part, vo
   const TileRegisters registers;
   const Scratch &s = work.s;
   const int64_t d = plan.head_dim, width = work.width.d, stride = work.width.stride;
-  const int64_t columns = work.width.columns, taps = padded(plan.taps);
+  const int64_t columns = work.width.columns, places = padded(plan.places);
   find_rows(work, arrays.in.k, arrays.in.extra_k);
   pack_columns(s.rows, columns, d, width, s.key_columns);
   find_rows(work, arrays.in.v, arrays.in.extra_v);
@@ -422,16 +422,16 @@ bool forward(const Plan &plan, const ForwardArrays &arrays, const Part &part, vo
     const int64_t last = first + kRows < work.tile.count ? first + kRows : work.tile.count;
     for (int64_t i = first; i < last; ++i) {
       const Query query = query_at(plan, work.tile, i);
-      Taps *places = &work.s.query.taps;
-      place_query(plan, arrays.in.offsets, part, query, places);
-      find_in_box(plan, work.box, places);
+      Taps *taps = &work.s.query.taps;
+      place_query(plan, arrays.in.offsets, part, query, taps);
+      find_in_box(plan, work.box, taps);
       const float *scores = s.scores + (i - first) * stride;
       interpolate_query(plan, s.query, scores, s.query.score_grid, probability);
-      for (int64_t e = 0; e < plan.extra; ++e) probability[taps + e] = scores[work.voxels + e];
+      for (int64_t e = 0; e < plan.extra; ++e) probability[places + e] = scores[work.voxels + e];
       arrays.lse[(part.b * plan.voxels + query.n) * plan.heads + part.head] =
           softmax(plan, probability);
       spread_query(plan, s.query, probability, line);
-      for (int64_t e = 0; e < plan.extra; ++e) line[work.voxels + e] = probability[taps + e];
+      for (int64_t e = 0; e < plan.extra; ++e) line[work.voxels + e] = probability[places + e];
       round_line(line, columns, s.weights + (i - first) * stride);
       fill(line, columns, 0.0f);
     }
@@ -451,8 +451,8 @@ void weigh_queries(const BackwardArrays &arrays, int64_t first, int64_t last,
                    const uint16_t *const *grad_out, const uint16_t *const *out, Work *work) {
   const Plan &plan = work->plan;
   const Scratch &s = work->s;
-  const int64_t stride = work->width.stride, taps = padded(plan.taps);
-  float *p = s.query.probability + taps, *slope = s.query.slope + taps;
+  const int64_t stride = work->width.stride, places = padded(plan.places);
+  float *p = s.query.probability + places, *slope = s.query.slope + places;
   for (int64_t i = first; i < last; ++i) {
     const Query query = query_at(plan, work->tile, i);
     place_query(plan, arrays.in.offsets, work->part, query, &work->s.query.taps);

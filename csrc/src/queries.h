@@ -42,19 +42,25 @@ struct QueryScratch {
   Taps taps;
   Grid score_grid, value_grid;
   float *work;                 // of spread_grid
-  float *probability, *slope;  // [padded K + padded E] P and dS of taps, then of extra keys
+  float *probability, *slope;  // [padded places + padded E] P and dS, of taps, then of extra keys
   float *pull[3];              // [padded K] gradient of a tap's coordinate, per axis
 };
 
+// Those arrays of one query's taps that are no scratch.
+inline void take_taps(const Plan &plan, Arena *arena, Taps *taps) {
+  const int64_t count = padded(plan.taps);
+  for (int axis = 0; axis < 3; ++axis) {
+    taps->cell[axis] = arena->take<int32_t>(count);
+    taps->above[axis] = arena->take<float>(count);
+    taps->inside[axis] = arena->take<float>(count);
+  }
+  taps->first = arena->take<int32_t>(count);
+}
+
 inline void divide(const Plan &plan, Arena *arena, QueryScratch *scratch) {
   const int64_t taps = padded(plan.taps);
-  for (int axis = 0; axis < 3; ++axis) {
-    scratch->taps.cell[axis] = arena->take<int32_t>(taps);
-    scratch->taps.above[axis] = arena->take<float>(taps);
-    scratch->taps.inside[axis] = arena->take<float>(taps);
-    scratch->pull[axis] = arena->take<float>(taps);
-  }
-  scratch->taps.first = arena->take<int32_t>(taps);
+  take_taps(plan, arena, &scratch->taps);
+  for (float *&pull : scratch->pull) pull = arena->take<float>(taps);
   scratch->taps.position = arena->take<float>(taps);
   for (float *&corner : scratch->taps.corner) corner = arena->take<float>(2 * taps);
   const int64_t grid = grid_floats(plan);
@@ -63,9 +69,10 @@ inline void divide(const Plan &plan, Arena *arena, QueryScratch *scratch) {
     one->along_w = arena->take<float>(grid);
     one->along_hw = arena->take<float>(grid);
   }
-  scratch->work = arena->take<float>(2 * grid + 4 * kPad);
-  scratch->probability = arena->take<float>(taps + padded(plan.extra) + kSlack);
-  scratch->slope = arena->take<float>(taps + padded(plan.extra) + kSlack);
+  scratch->work = arena->take<float>(2 * grid + padded(plan.grid[2]) + kPad);
+  const int64_t places = padded(plan.places) + padded(plan.extra) + kSlack;
+  scratch->probability = arena->take<float>(places);
+  scratch->slope = arena->take<float>(places);
 }
 
 // ---- scalar pieces ----------------------------------------------------------------------------
@@ -106,13 +113,21 @@ inline void fill(float *x, int64_t count, float value) {
   for (int64_t i = 0; i < count; ++i) x[i] = value;
 }
 
-// Scaled scores to probabilities in place; padding (of taps, of extra keys) gets 0. Returns the
-// log of the denominator.
+// x at places that hold a tap, `otherwise` at others.
+inline void drop_absent(const Plan &plan, float otherwise, float *x) {
+  for (int64_t i = 0; i < padded(plan.places); i += kLanes) {
+    const Floats held = load<kLanes>(plan.holds_tap + i);
+    store<kLanes>(x + i, held > 0.0f ? load<kLanes>(x + i) : broadcast(otherwise));
+  }
+}
+
+// Scaled scores to probabilities in place; places without a tap and padding get 0. Returns the log
+// of the denominator.
 inline float softmax(const Plan &plan, float *x) {
-  const int64_t taps = padded(plan.taps), all = taps + padded(plan.extra);
+  const int64_t places = padded(plan.places), all = places + padded(plan.extra);
   for (int64_t i = 0; i < all; ++i) x[i] *= plan.scale;
-  fill(x + plan.taps, taps - plan.taps, -INFINITY);
-  fill(x + taps + plan.extra, all - taps - plan.extra, -INFINITY);
+  drop_absent(plan, -INFINITY, x);
+  fill(x + places + plan.extra, all - places - plan.extra, -INFINITY);
   const float most = largest(x, all);
   Floats sum = {};
   for (int64_t i = 0; i < all; i += kLanes) {
@@ -221,7 +236,9 @@ inline void weigh_query(const Plan &plan, float lse, float mean, const QueryScra
   }
   interpolate_grid(plan, s.taps, scores, s.score_grid, s.probability);
   interpolate_grid(plan, s.taps, values, s.value_grid, s.slope);
-  slopes_of(plan, plan.taps, lse, mean, s.probability, s.slope);
+  slopes_of(plan, plan.places, lse, mean, s.probability, s.slope);
+  drop_absent(plan, 0.0f, s.probability);
+  drop_absent(plan, 0.0f, s.slope);
   const bool pulled = offsets != nullptr;
   Pull pull = {};
   spread_grid(plan, s.taps, s.probability, pulled ? &s.value_grid : nullptr, values, s.work,

@@ -1,4 +1,7 @@
-// Three products with a list of rows: all the arithmetic whose cost grows with head_dim.
+// Three products with rows: all the arithmetic whose cost grows with head_dim.
+//
+// A query's list of rows is cut into chunks, and the products of many queries are done chunk by
+// chunk in any order, so that queries which read the same rows can do so one after the other.
 //
 // W lanes per vector, D the head_dim where it is known at compile time (0: any multiple of W).
 // Lists are readable up to a multiple of kPad: the padding names a valid row and weighs it by 0.
@@ -108,66 +111,93 @@ inline void narrow(const float *from, int64_t count, Bfloat16 *to) {
 
 // ---- the products -----------------------------------------------------------------------------
 
-struct List {
-  const int32_t *index;  // rows, in units of `stride` elements
-  int64_t stride;
-  int64_t count;
+// Up to kPad rows of one query's list.
+struct Chunk {
+  int32_t query;  // of x and y, [queries, head_dim]
+  int32_t at;     // in arrays over the list, readable for kPad numbers
+  int32_t count;
 };
 
-// out[e] = x . rows[e], for the padded list.
+struct Chunks {
+  const Chunk *chunk;
+  int64_t count;
+  const int32_t *index;  // the list: rows, in units of `stride` elements
+  int64_t stride;
+};
+
+// out[e] = x[query] . rows[e], for the padded chunks.
 template <typename T, int W, int D>
-void dots(const float *x, const T *rows, const List &list, int64_t d, float *out) {
+void dots(const Chunks &chunks, const float *x, const T *rows, int64_t d, float *out) {
   const int64_t width = D > 0 ? D : d;
-  for (int64_t e = 0; e < list.count; e += W) {
-    Vec<W> parts[W];
-    MEGASLIDE_UNROLL(16)
-    for (int i = 0; i < W; ++i) {
-      const T *row = rows + list.index[e + i] * list.stride;
-      Vec<W> sum = load<W>(x) * load_row<W>(row);
-      MEGASLIDE_UNROLL(8)
-      for (int64_t c = W; c < width; c += W) sum += load<W>(x + c) * load_row<W>(row + c);
-      parts[i] = sum;
+  for (int64_t i = 0; i < chunks.count; ++i) {
+    const Chunk chunk = chunks.chunk[i];
+    const float *own = x + chunk.query * width;
+    for (int64_t e = chunk.at; e < chunk.at + kPad; e += W) {
+      Vec<W> parts[W];
+      MEGASLIDE_UNROLL(16)
+      for (int lane = 0; lane < W; ++lane) {
+        const T *row = rows + chunks.index[e + lane] * chunks.stride;
+        Vec<W> sum = load<W>(own) * load_row<W>(row);
+        MEGASLIDE_UNROLL(8)
+        for (int64_t c = W; c < width; c += W) sum += load<W>(own + c) * load_row<W>(row + c);
+        parts[lane] = sum;
+      }
+      store<W>(out + e, sum_each<W>(parts));
     }
-    store<W>(out + e, sum_each<W>(parts));
   }
 }
 
-// y (+)= sum of weight[e] * rows[e].
+// y[query] += sum of weight[e] * rows[e]; the padding weighs 0.
 template <typename T, int W, int D>
-void combine(const float *weight, const T *rows, const List &list, int64_t d, bool add,
-             float *y) {
+void combine(const Chunks &chunks, const float *weight, const T *rows, int64_t d, float *y) {
   constexpr int kBlock = D > 0 ? D / W : 1;  // vectors of y held in registers
   constexpr int kChains = kBlock >= 4 ? 1 : 4 / kBlock;  // independent sums hide the latency
-  for (int64_t column = 0; column < (D > 0 ? D : d); column += kBlock * W) {
-    Vec<W> sum[kChains][kBlock] = {};
-    for (int64_t e = 0; e < list.count; e += kChains) {
-      MEGASLIDE_UNROLL(4)
-      for (int chain = 0; chain < kChains; ++chain) {
-        const T *row = rows + list.index[e + chain] * list.stride + column;
-        MEGASLIDE_UNROLL(32)
-        for (int c = 0; c < kBlock; ++c) {
-          sum[chain][c] += weight[e + chain] * load_row<W>(row + c * W);
+  const int64_t width = D > 0 ? D : d;
+  for (int64_t i = 0; i < chunks.count; ++i) {
+    const Chunk chunk = chunks.chunk[i];
+    for (int64_t column = 0; column < width; column += kBlock * W) {
+      Vec<W> sum[kChains][kBlock] = {};
+      for (int64_t e = chunk.at; e < chunk.at + chunk.count; e += kChains) {
+        MEGASLIDE_UNROLL(4)
+        for (int chain = 0; chain < kChains; ++chain) {
+          const T *row = rows + chunks.index[e + chain] * chunks.stride + column;
+          MEGASLIDE_UNROLL(32)
+          for (int c = 0; c < kBlock; ++c) {
+            sum[chain][c] += weight[e + chain] * load_row<W>(row + c * W);
+          }
         }
       }
-    }
-    MEGASLIDE_UNROLL(32)
-    for (int c = 0; c < kBlock; ++c) {
-      for (int chain = 1; chain < kChains; ++chain) sum[0][c] += sum[chain][c];
-      float *to = y + column + c * W;
-      store<W>(to, add ? load<W>(to) + sum[0][c] : sum[0][c]);
+      MEGASLIDE_UNROLL(32)
+      for (int c = 0; c < kBlock; ++c) {
+        for (int chain = 1; chain < kChains; ++chain) sum[0][c] += sum[chain][c];
+        float *to = y + chunk.query * width + column + c * W;
+        store<W>(to, load<W>(to) + sum[0][c]);
+      }
     }
   }
 }
 
-// rows[e] += weight[e] * x.
+// rows[e] += weight[e] * x[query].
 template <int W, int D>
-void add_outer(const float *weight, const float *x, const List &list, int64_t d, float *rows) {
+void add_outer(const Chunks &chunks, const float *weight, const float *x, int64_t d,
+               float *rows) {
+  constexpr int kBlock = D > 0 ? D / W : 1;  // vectors of x held in registers
   const int64_t width = D > 0 ? D : d;
-  for (int64_t e = 0; e < list.count; ++e) {
-    float *row = rows + list.index[e] * list.stride;
-    MEGASLIDE_UNROLL(8)
-    for (int64_t c = 0; c < width; c += W) {
-      store<W>(row + c, load<W>(row + c) + weight[e] * load<W>(x + c));
+  for (int64_t i = 0; i < chunks.count; ++i) {
+    const Chunk chunk = chunks.chunk[i];
+    for (int64_t column = 0; column < width; column += kBlock * W) {
+      Vec<W> kept[kBlock];
+      MEGASLIDE_UNROLL(32)
+      for (int c = 0; c < kBlock; ++c) {
+        kept[c] = load<W>(x + chunk.query * width + column + c * W);
+      }
+      for (int64_t e = chunk.at; e < chunk.at + chunk.count; ++e) {
+        float *row = rows + chunks.index[e] * chunks.stride + column;
+        MEGASLIDE_UNROLL(32)
+        for (int c = 0; c < kBlock; ++c) {
+          store<W>(row + c * W, load<W>(row + c * W) + weight[e] * kept[c]);
+        }
+      }
     }
   }
 }
@@ -188,62 +218,69 @@ MEGASLIDE_INLINE __m512bh rounded(const float *from) {
 
 // dots(); x must be numbers of bf16, whatever their type.
 template <int D>
-void narrow_dots(const float *x, const Bfloat16 *rows, const List &list, int64_t, float *out) {
-  __m512bh kept[D / kNarrow];
-  for (int c = 0; c < D / kNarrow; ++c) kept[c] = rounded(x + c * kNarrow);
-  for (int64_t e = 0; e < list.count; e += kLanes) {
+void narrow_dots(const Chunks &chunks, const float *x, const Bfloat16 *rows, int64_t,
+                 float *out) {
+  for (int64_t i = 0; i < chunks.count; ++i) {
+    const Chunk chunk = chunks.chunk[i];
+    __m512bh kept[D / kNarrow];
+    for (int c = 0; c < D / kNarrow; ++c) kept[c] = rounded(x + chunk.query * D + c * kNarrow);
     Floats parts[kLanes];
     MEGASLIDE_UNROLL(16)
-    for (int i = 0; i < kLanes; ++i) {
-      const Bfloat16 *row = rows + list.index[e + i] * list.stride;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const Bfloat16 *row = rows + chunks.index[chunk.at + lane] * chunks.stride;
       __m512 sum = _mm512_setzero_ps();
       MEGASLIDE_UNROLL(8)
       for (int c = 0; c < D / kNarrow; ++c) {
         sum = _mm512_dpbf16_ps(sum, kept[c], load_narrow(row + c * kNarrow));
       }
-      parts[i] = sum;
+      parts[lane] = sum;
     }
-    store<kLanes>(out + e, sum_each<kLanes>(parts));
+    store<kLanes>(out + chunk.at, sum_each<kLanes>(parts));
   }
 }
 
-// combine() with weights rounded to bf16, two rows at a time: their numbers come in pairs, those of
-// each half of 128 bits in another sum.
+// Two rows of bf16 weighed by a pair of weights: numbers come in pairs, those of each half of 128
+// bits in another sum.
+template <int kSums>
+MEGASLIDE_INLINE void add_pair_of_rows(__m512bh both, const Bfloat16 *a, const Bfloat16 *b,
+                                       __m512 *sum) {
+  MEGASLIDE_UNROLL(8)
+  for (int c = 0; c < kSums / 2; ++c) {
+    const __m512i x = _mm512_loadu_si512(a + c * kNarrow);
+    const __m512i z = _mm512_loadu_si512(b + c * kNarrow);
+    const __m512i low = _mm512_maskz_unpacklo_epi16(~__mmask32{0}, x, z);
+    const __m512i high = _mm512_maskz_unpackhi_epi16(~__mmask32{0}, x, z);
+    sum[2 * c] = _mm512_dpbf16_ps(sum[2 * c], reinterpret_cast<__m512bh>(low), both);
+    sum[2 * c + 1] = _mm512_dpbf16_ps(sum[2 * c + 1], reinterpret_cast<__m512bh>(high), both);
+  }
+}
+
+// combine() with weights rounded to bf16, two rows at a time.
 template <int D>
-void narrow_combine(const float *weight, const Bfloat16 *rows, const List &list, int64_t, bool add,
+void narrow_combine(const Chunks &chunks, const float *weight, const Bfloat16 *rows, int64_t,
                     float *y) {
   constexpr int kSums = D / kLanes;
-  __m512 sum[kSums];
-  for (__m512 &one : sum) one = _mm512_setzero_ps();
-  for (int64_t first = 0; first < list.count; first += kPad) {
-    alignas(64) float wide[kNarrow] = {};
-    alignas(64) int32_t pairs[kLanes];
-    store<kLanes>(wide, load<kLanes>(weight + first));
-    _mm512_store_si512(pairs, reinterpret_cast<__m512i>(rounded(wide)));
-    const int64_t left = list.count - first;
-    for (int64_t e = 0; e < kPad && e < left; e += 2) {
-      const auto both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pairs[e / 2]));
-      const Bfloat16 *a = rows + list.index[first + e] * list.stride;
-      const Bfloat16 *b = rows + list.index[first + e + 1] * list.stride;
-      MEGASLIDE_UNROLL(8)
-      for (int c = 0; c < kSums / 2; ++c) {
-        const __m512i x = _mm512_loadu_si512(a + c * kNarrow);
-        const __m512i z = _mm512_loadu_si512(b + c * kNarrow);
-        const __m512i low = _mm512_maskz_unpacklo_epi16(~__mmask32{0}, x, z);
-        const __m512i high = _mm512_maskz_unpackhi_epi16(~__mmask32{0}, x, z);
-        sum[2 * c] = _mm512_dpbf16_ps(sum[2 * c], reinterpret_cast<__m512bh>(low), both);
-        sum[2 * c + 1] = _mm512_dpbf16_ps(sum[2 * c + 1], reinterpret_cast<__m512bh>(high), both);
-      }
-    }
-  }
   const __m512i from = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i next = _mm512_add_epi32(from, _mm512_set1_epi32(8));
-  for (int c = 0; c < kSums; c += 2) {
-    const Floats columns[2] = {_mm512_permutex2var_ps(sum[c], from, sum[c + 1]),
-                               _mm512_permutex2var_ps(sum[c], next, sum[c + 1])};
-    for (int half = 0; half < 2; ++half) {
-      float *to = y + (c + half) * kLanes;
-      store<kLanes>(to, add ? load<kLanes>(to) + columns[half] : columns[half]);
+  for (int64_t i = 0; i < chunks.count; ++i) {
+    const Chunk chunk = chunks.chunk[i];
+    const int32_t *index = chunks.index + chunk.at;
+    alignas(64) int32_t pairs[kLanes];
+    const auto narrowed = _mm512_cvtneps_pbh(load<kLanes>(weight + chunk.at));
+    _mm256_store_si256(reinterpret_cast<__m256i *>(pairs), reinterpret_cast<__m256i>(narrowed));
+    __m512 sum[kSums];
+    for (__m512 &one : sum) one = _mm512_setzero_ps();
+    for (int e = 0; e < chunk.count; e += 2) {
+      const auto both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pairs[e / 2]));
+      add_pair_of_rows<kSums>(both, rows + index[e] * chunks.stride,
+                              rows + index[e + 1] * chunks.stride, sum);
+    }
+    float *to = y + chunk.query * D;
+    for (int c = 0; c < kSums; c += 2, to += kNarrow) {
+      const Floats low = _mm512_permutex2var_ps(sum[c], from, sum[c + 1]);
+      const Floats high = _mm512_permutex2var_ps(sum[c], next, sum[c + 1]);
+      store<kLanes>(to, load<kLanes>(to) + low);
+      store<kLanes>(to + kLanes, load<kLanes>(to + kLanes) + high);
     }
   }
 }
@@ -251,9 +288,9 @@ void narrow_combine(const float *weight, const Bfloat16 *rows, const List &list,
 
 template <typename T>
 struct RowProducts {
-  void (*dots)(const float *, const T *, const List &, int64_t, float *);
-  void (*combine)(const float *, const T *, const List &, int64_t, bool, float *);
-  void (*add_outer)(const float *, const float *, const List &, int64_t, float *);
+  void (*dots)(const Chunks &, const float *, const T *, int64_t, float *);
+  void (*combine)(const Chunks &, const float *, const T *, int64_t, float *);
+  void (*add_outer)(const Chunks &, const float *, const float *, int64_t, float *);
 };
 
 template <typename T, int W, int D>

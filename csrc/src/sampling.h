@@ -41,7 +41,7 @@ inline bool rigid(const Plan &plan) { return plan.kind <= MEGASLIDE_OFFSETS_SHIF
 
 // Whether a rigid grid can lie between voxels along this axis.
 inline bool mixes(const Plan &plan, int axis) {
-  return plan.kind == MEGASLIDE_OFFSETS_SHIFT && plan.size[axis] > plan.window[axis];
+  return plan.grid[axis] > plan.window[axis];
 }
 
 inline float clamp(float x, float high) {  // passes NaN on
@@ -169,13 +169,19 @@ inline int64_t volume(const Box &box, int64_t most) {
   return all > most ? most + 1 : all;
 }
 
+// Writes whole vectors, in order: what one line leaves beyond its end, the next overwrites.
 inline void list_box(const Plan &plan, const Box &box, int32_t *voxel) {
-  const int64_t last = plan.size[2] - 1;
+  typedef Vec<kLanes, int32_t> Indices;
+  Indices lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  const int64_t width = box.end[2] - box.low[2];
   for (int64_t t = box.low[0]; t < box.end[0]; ++t) {
-    for (int64_t h = box.low[1]; h < box.end[1]; ++h) {
+    for (int64_t h = box.low[1]; h < box.end[1]; ++h, voxel += width) {
       const int64_t first = (t * plan.size[1] + h) * plan.size[2];
-      for (int64_t w = box.low[2]; w < box.end[2]; ++w) {
-        *voxel++ = static_cast<int32_t>(first + (w > last ? last : w));
+      const Indices last = Indices{} + static_cast<int32_t>(first + plan.size[2] - 1);
+      for (int64_t w = 0; w < width; w += kLanes) {
+        const Indices at = lane + static_cast<int32_t>(first + box.low[2] + w);
+        store<kLanes>(voxel + w, at < last ? at : last);
       }
     }
   }

@@ -86,11 +86,6 @@ inline int64_t list_voxels(const Plan &plan, Taps *taps, Touched *touched, int32
   return count;
 }
 
-// Where products with the list go: the box's own array, or `packed`, from which place() moves them.
-inline float *packed_or(const Touched &touched, float *box, float *packed) {
-  return touched.runs > 0 ? packed : box;
-}
-
 // Copies whole vectors, in order: what one run leaves beyond its end, the next overwrites.
 inline void copy_runs(const Touched &touched, const int32_t *from_at, const int32_t *to_at,
                       const float *from, float *to) {
@@ -102,17 +97,24 @@ inline void copy_runs(const Touched &touched, const int32_t *from_at, const int3
   }
 }
 
-inline void place(const Touched &touched, const float *packed, float *box) {
-  copy_runs(touched, touched.list, touched.box, packed, box);
+// Numbers over the list as numbers over the box: themselves, or in `box`.
+inline const float *place(const Touched &touched, const float *list, float *box) {
+  if (touched.runs == 0) return list;
+  copy_runs(touched, touched.list, touched.box, list, box);
+  return box;
 }
 
-// Numbers over the box as numbers over the list: themselves, or in `packed`, zero in the padding.
-inline const float *pack(const Touched &touched, const float *box, float *packed) {
-  if (touched.runs == 0) return box;
-  copy_runs(touched, touched.box, touched.list, box, packed);
+// Where numbers over the box go: to the list, or to `box`, from which pack() moves them.
+inline float *box_or(const Touched &touched, float *list, float *box) {
+  return touched.runs == 0 ? list : box;
+}
+
+// Zeros fill the list's padding. What lies behind the list is overwritten.
+inline void pack(const Touched &touched, const float *box, float *list) {
+  if (touched.runs == 0) return;
+  copy_runs(touched, touched.box, touched.list, box, list);
   const int64_t count = touched.list[touched.runs];
-  for (int64_t e = count; e < padded(count); ++e) packed[e] = 0.0f;
-  return packed;
+  for (int64_t e = count; e < padded(count); ++e) list[e] = 0.0f;
 }
 
 }  // namespace
