@@ -1,7 +1,6 @@
 """The study as one page: tables and figures from the JSONs, and verdicts where seeds agree."""
 
 import base64
-import dataclasses
 import io
 import statistics
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from benchmarks.quality.figures import FIGURES, STYLE
-from benchmarks.quality.study import Settings, read_results, write_atomically
+from benchmarks.quality.study import Settings, is_current, read_results, write_atomically
 from benchmarks.quality.tables import (
     BASELINE,
     Result,
@@ -53,13 +52,13 @@ _FOOTER = "Every number and figure on this page is computed from the JSONs of th
 def write_report(folder: Path, settings: Settings) -> Path:
     """Write `report.html`, `figures/` and `summary.md`, for the docs, from the folder's JSONs.
 
-    Only results that were made with `settings` are used.
+    Only results that were made with `settings`, in the worlds and with the arms of today, are used.
 
     Raises:
         InputError: no such results, or a damaged one; names the file.
     """
     every = read_results(folder.glob("*.json"))
-    results = [r for r in every if r["settings"] == dataclasses.asdict(settings)]
+    results = [r for r in every if is_current(r, settings)]
     if not results:
         raise InputError(f"{folder} holds no result of {settings}", "run `make ablation`")
     write_atomically(folder / "summary.md", summary(results))
@@ -75,7 +74,11 @@ def _count(results: Sequence[Result], every: Sequence[Result]) -> str:
     steps = results[0]["settings"]["steps"]
     left_out = len(every) - len(results)
     text = f"{len(results)} runs of {steps} steps."
-    return f"{text} {left_out} runs with other settings are left out." if left_out else text
+    return (
+        f"{text} {left_out} runs of other settings, worlds or models are left out."
+        if left_out
+        else text
+    )
 
 
 def summary(results: Sequence[Result]) -> str:
