@@ -38,6 +38,7 @@ def write_html(
         [
             f"<p class='lead'>{escape(_lead(evaluation))}</p>",
             f"<h2>Means</h2><p class='note'>{_MEANS_NOTE}</p>{_means(evaluation)}",
+            f"<h2>Checkpoint</h2>{_checkpoint(evaluation)}",
             f"<h2>Clips</h2>{_clip_table(evaluation)}",
             f"<h2>Flags</h2><table>{rows((n, escape(t)) for n, t in FLAGS.items())}</table>",
             _pairs("Skipped", list(evaluation.skipped.items())),
@@ -69,6 +70,16 @@ def _mean(name: str, mean: Mean, clips: int) -> str:
     cells = (_figure(name, mean.value), f"{mean.clips}/{clips}", every)
     small = f"<small>{escape(explained(name))}</small>"
     return f"<tr><td>{escape(name)}{small}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def _checkpoint(evaluation: Evaluation) -> str:
+    lines = (
+        f"<tr><td>{escape(name)}<small>{escape(explained(name))}</small></td>"
+        f"<td>{_figure(name, figure)}</td></tr>"
+        for name, figure in evaluation.checkpoint.items()
+    )
+    head = "<tr><th>figure</th><th>value</th></tr>"
+    return f"<div class='wide'><table>{head}{''.join(lines)}</table></div>"
 
 
 def _figure(name: str, figure: Figure) -> str:
