@@ -16,11 +16,13 @@ GPU := $(shell command -v nvidia-smi 2>/dev/null)
 TORCH_STAMP := $(VENV)/.torch-is-installed
 DEMO_STAMP := $(VENV)/.demo-is-installed
 DEV_STAMP := $(VENV)/.dev-is-installed
+# More optimization takes the compiler minutes here.
+SANITIZE := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all
 BENCHMARKS := $(wildcard benchmarks/bench_*.py)
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format bench ablation native clean
+.PHONY: help demo test test-slow check format bench ablation native native-test sanitize clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
@@ -58,6 +60,12 @@ native: $(TORCH_STAMP) ## Build the native kernels again, as after installing a 
 	@$(PIP) install -q --no-deps -e .
 	@$(tell_if_not_native)
 
+native-test: $(DEV_STAMP) ## Run the C++ tests; with another compiler: CC=clang CXX=clang++.
+	@$(call run_native_tests,native-test,-O3)
+
+sanitize: $(DEV_STAMP) ## Run the C++ tests under the address and undefined-behaviour sanitizers.
+	@$(call run_native_tests,sanitize,$(SANITIZE))
+
 clean: ## Remove what was built and cached; delete the folder .venv yourself to set up anew.
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -85,6 +93,16 @@ $(DEV_STAMP): $(TORCH_STAMP) $(BUILD_INPUTS)
 	@$(if $(GPU),,$(PIP) install -q --no-build-isolation $(NATTEN) || echo "note: no $(NATTEN); some tests will skip")
 	@$(tell_if_not_native)
 	@touch $@
+
+# 1: folder below build/, which compilers do not share; 2: flags.
+define run_native_tests
+export PATH="$(BIN):$$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$${CMAKE_BUILD_PARALLEL_LEVEL:-2}; \
+folder=build/$(1)-$(notdir $(CXX)) && \
+cmake -S . -B $$folder -DMEGASLIDE_TESTS=ON -DCMAKE_BUILD_TYPE=None -DCMAKE_C_FLAGS="$(2)" \
+  -DCMAKE_CXX_FLAGS="$(2)" -DCMAKE_C_COMPILER=$(CC) -DCMAKE_CXX_COMPILER=$(CXX) >/dev/null && \
+cmake --build $$folder >/dev/null && \
+ctest --test-dir $$folder --output-on-failure --no-tests=error
+endef
 
 define tell_if_no_python
 $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -4,8 +4,10 @@
 
 The peers: the operator as one would write it with torch's grid_sample in fp32, which holds every
 sample, and dense scaled_dot_product_attention of the same dtype, which answers another question at
-a cost quadratic in tokens. Outputs and gradients are compared first. Then ours and dense attention
-take turns and medians are reported; grid_sample, which takes seconds, runs fewer times.
+a cost quadratic in tokens. Outputs and gradients are compared first. Then all take turns, each
+forward and then backward, and medians are reported: of `--rounds`, or of as many as fit in
+`BUDGET_S` seconds, though of three at least for ours. grid_sample costs the same whatever the
+offsets and computes in fp32 whatever our dtype: it is measured once, with `PEER_KIND` offsets.
 
 `extra_bytes` is by how much the peak of resident memory rises above what stands before the call
 and the results that it leaves. `limit_fraction` compares with a matrix product of torch that does
@@ -45,6 +47,9 @@ RANGE = (1.0, 3.0, 3.0)
 SIZES = {2048: (8, 16, 16), 4096: (16, 16, 16), 8192: (8, 32, 32), 16384: (16, 32, 32),
          65536: (16, 64, 64)}  # fmt: skip
 KINDS: tuple[Any, ...] = ("none", "shift", "affine", "tap")
+PEER_KIND: Any = "affine"
+MOST_PEER_TOKENS = 16384  # beyond, they take minutes and many gigabytes
+BUDGET_S = 3.0  # of each contender, for its runs after the first
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Run = Callable[[], Tensor]
@@ -126,37 +131,45 @@ def check(kind: str, dtype: torch.dtype) -> None:
 # ---- measuring -------------------------------------------------------------------------------
 
 
-def directed(run: Run, inputs: list[Tensor], backward: bool) -> Callable[[], Any]:
-    """One call: the forward alone without grad, or the forward and all gradients."""
-    if not backward:
-        return torch.no_grad()(run)
-    seed: list[Tensor] = []
+class Contender:
+    """One side of the comparison; `seconds` holds its runs, (forward, forward+backward) each."""
 
-    def both() -> Any:
-        out = run()
-        if not seed:
-            seed.append(torch.randn(out.shape).to(out.dtype))
-        return torch.autograd.grad(out, inputs, seed[0])
+    def __init__(self, run: Run, inputs: list[Tensor], least: int = 1) -> None:
+        self.run, self.inputs, self.least = run, inputs, least
+        self.seconds: list[tuple[float, float]] = []
 
-    return both
+    def gradients(self) -> tuple[Tensor, ...]:
+        out = self.run()
+        return torch.autograd.grad(out, self.inputs, torch.ones_like(out))
+
+    def measure(self) -> None:
+        start = time.perf_counter()
+        out = self.run()
+        forward = time.perf_counter() - start
+        seed = torch.ones_like(out)
+        start = time.perf_counter() - forward
+        torch.autograd.grad(out, self.inputs, seed)
+        self.seconds.append((forward, time.perf_counter() - start))
+
+    def wants_more(self, rounds: int) -> bool:
+        spent = sum(both for _, both in self.seconds)
+        return len(self.seconds) < (rounds if spent < BUDGET_S else self.least)
+
+    def median_ms(self, backward: bool) -> float:
+        return 1e3 * statistics.median(taken[backward] for taken in self.seconds)
+
+
+def take_turns(contenders: list[Contender], rounds: int) -> None:
+    """Everyone once per round, so that a disturbance meets all alike; fewer where it takes long."""
+    while waiting := [c for c in contenders if c.wants_more(rounds)]:
+        for contender in waiting:
+            contender.measure()
 
 
 def seconds(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
-
-
-def medians(
-    runs: dict[str, Callable[[], Any]], rounds: int, most: float = 60.0
-) -> dict[str, float]:
-    """Everyone once per round, so that a disturbance meets all alike; fewer where it takes long."""
-    first = {name: seconds(run) for name, run in runs.items()}
-    rounds = max(1, min(rounds, int(most / (sum(first.values()) + 1e-9))))
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    for _, name in itertools.product(range(rounds), runs):
-        taken[name].append(seconds(runs[name]))
-    return {name: statistics.median(values) for name, values in taken.items()}
 
 
 def extra_bytes(run: Callable[[], Any]) -> int:
@@ -202,43 +215,56 @@ def voxels_read(kind: str) -> int:
 # ---- the run ---------------------------------------------------------------------------------
 
 
-def measure_kind(tokens: int, dtype_name: str, kind: str, threads: int, backward: bool,
-                 rounds: int, peers: bool, peak: float) -> dict[str, Any]:  # fmt: skip
-    dtype = DTYPES[dtype_name]
-    case = make_case(SIZES[tokens], kind, dtype)
+def our_contender(case: dict[str, Any]) -> Contender:
     inputs = [x for x in case.values() if isinstance(x, Tensor)]
-    plain = {
-        n: x.detach().float().requires_grad_() for n, x in case.items() if isinstance(x, Tensor)
-    }
+    return Contender(lambda: deformable_attention(**case, backend="native"), inputs, least=3)
+
+
+def dense_contender(case: dict[str, Any]) -> Contender:
     qkv = [case[n] for n in "qkv"]
-    runs = {
-        "ours": directed(lambda: deformable_attention(**case, backend="native"), inputs, backward)
-    }
-    runs["sdpa"] = directed(lambda: dense_attention(*qkv), qkv, backward)
-    runs["ours"]()  # what later calls reuse is not counted
-    extra = extra_bytes(runs["ours"])
-    if tokens > 16384:
-        del runs["sdpa"]
-    took = medians(runs, rounds)
-    if peers:
-        sampled = directed(
-            lambda: grid_sample_attention(**case | plain), list(plain.values()), backward
+    return Contender(lambda: dense_attention(*qkv), qkv)
+
+
+def grid_sample_contender(tokens: int) -> Contender:
+    case = make_case(SIZES[tokens], PEER_KIND, torch.float32)
+    inputs = [x for x in case.values() if isinstance(x, Tensor)]
+    return Contender(lambda: grid_sample_attention(**case), inputs)
+
+
+def measure_size(
+    tokens: int, dtype_name: str, kinds: list[Any], rounds: int, grid_sample: Contender | None,
+    peak: float,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Rows of all kinds and both directions, with the threads that torch has."""
+    cases = {kind: make_case(SIZES[tokens], kind, DTYPES[dtype_name]) for kind in kinds}
+    ours = {kind: our_contender(case) for kind, case in cases.items()}
+    dense = dense_contender(next(iter(cases.values()))) if tokens <= MOST_PEER_TOKENS else None
+    extra = {}
+    for kind, contender in ours.items():  # also warms up
+        extra[kind] = (
+            extra_bytes(torch.no_grad()(contender.run)),
+            extra_bytes(contender.gradients),
         )
-        took["grid_sample"] = min(seconds(sampled) for _ in range(1 if tokens > 4096 else 2))
-    flops = (14 if backward else 4) * voxels_read(kind) * HEAD_DIM * tokens * HEADS
-    return {
-        "tokens": tokens,
-        "dtype": dtype_name,
-        "kind": kind,
-        "threads": threads,
-        "direction": "forward+backward" if backward else "forward",
-        "ours_ms": 1e3 * took["ours"],
-        "grid_sample_ms": 1e3 * took["grid_sample"] if "grid_sample" in took else None,
-        "sdpa_ms": 1e3 * took["sdpa"] if "sdpa" in took else None,
-        "extra_bytes": extra,
-        "qkvo_bytes": 4 * case["q"].nbytes,
-        "limit_fraction": flops / peak / took["ours"],
-    }
+    take_turns([*ours.values(), *(c for c in (dense, grid_sample) if c)], rounds)
+    rows = []
+    for kind, backward in itertools.product(kinds, (False, True)):
+        flops = (14 if backward else 4) * voxels_read(kind) * HEAD_DIM * tokens * HEADS
+        ours_ms = ours[kind].median_ms(backward)
+        rows.append({
+            "tokens": tokens,
+            "dtype": dtype_name,
+            "kind": kind,
+            "threads": torch.get_num_threads(),
+            "direction": "forward+backward" if backward else "forward",
+            "ours_ms": ours_ms,
+            "grid_sample_ms": grid_sample.median_ms(backward) if grid_sample else None,
+            "sdpa_ms": dense.median_ms(backward) if dense else None,
+            "extra_bytes": extra[kind][backward],
+            "qkvo_bytes": 4 * cases[kind]["q"].nbytes,
+            "limit_fraction": flops / peak / (1e-3 * ours_ms),
+            "runs": len(ours[kind].seconds),
+        })  # fmt: skip
+    return rows
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -248,16 +274,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     for threads in arguments.threads:
         torch.set_num_threads(threads)
         peaks = {name: matmul_flops(dtype) for name, dtype in DTYPES.items()}
-        cases = itertools.product(arguments.tokens, DTYPES, arguments.kinds, (False, True))
-        for tokens, dtype, kind, backward in cases:
-            # fp32 whatever our dtype, and hardly different between kinds: measured once for each.
-            peers = kind in arguments.grid_sample and dtype == "float32" and tokens <= 16384
-            row = measure_kind(tokens, dtype, kind, threads, backward, arguments.rounds, peers,
-                               peaks[dtype])  # fmt: skip
-            rows.append(row)
-            if arguments.progress:
-                print(json.dumps(row), flush=True)
-        fill_grid_sample(rows)
+        for tokens in arguments.tokens:
+            grid_sample = grid_sample_contender(tokens) if tokens <= MOST_PEER_TOKENS else None
+            for name, peak in peaks.items():  # grid_sample has had its turns when the second comes
+                rows += measure_size(
+                    tokens, name, arguments.kinds, arguments.rounds, grid_sample, peak
+                )
+                for row in rows[-2 * len(arguments.kinds) :] if arguments.progress else ():
+                    print(json.dumps(row), flush=True)
     name = library.load().megaslide_instruction_set
     name.restype = ctypes.c_char_p
     machine = probe(Path.cwd())
@@ -268,6 +292,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "window": WINDOW,
         "offset_range": RANGE,
         "rounds": arguments.rounds,
+        "grid_sample_kind": PEER_KIND,
         "isa": name().decode(),
         "packages": {p: package_version(p) for p in ("torch", "megaslide")},
         "commit": machine.commit,
@@ -275,24 +300,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def fill_grid_sample(rows: list[dict[str, Any]]) -> None:
-    """A bf16 row stands beside the fp32 grid_sample of its own kind, where that was measured."""
-    keys = ("tokens", "kind", "threads", "direction")
-    known = {tuple(r[k] for k in keys): r["grid_sample_ms"] for r in rows if r["grid_sample_ms"]}
-    for row in rows:
-        row["grid_sample_ms"] = known.get(tuple(row[k] for k in keys))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", choices=SIZES, default=[2048, 4096, 16384])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument(
-        "--grid-sample", nargs="*", choices=KINDS, default=["affine"],
-        help="kinds for which grid_sample is run too (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--progress", action="store_true", help="print each row as it is measured")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     arguments = parser.parse_args()

@@ -1,11 +1,12 @@
 """How far plans are from what happens: step times and bytes, predicted and measured.
 
-    python benchmarks/bench_plan.py [--json FILE] [--plot FILE.png]
+    python benchmarks/bench_plan.py [--json FILE] [--plot FILE.png] [--from FILE]
 
 For each size of model, what a block's work takes is profiled on a model of three blocks with
 nothing overlapped; the simulated engine then predicts deeper models on emulated links of all
 speeds. Profile and measurement alternate, because a shared machine drifts. A correctness gate comes
-first: the streamed model must train as plain PyTorch does.
+first: the streamed model must train as plain PyTorch does. At last every choice that a config may
+leave open is measured for some configurations, beside what the planner chooses.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from bench_streaming import Net, require_parity
+from plan_choices import sweep
 
 from megaslide.planning.hardware import probe
 from megaslide.planning.profile import profile
@@ -35,6 +37,8 @@ from megaslide.streaming.store import StoreSettings, plan_store
 
 STEPS = 5
 PROFILED_DEPTH = 3
+DETAILS = ("rows", "choices", "machine")
+"""Keys that are too long for a screen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +174,7 @@ def run(cases: Sequence[Case]) -> list[dict[str, Any]]:
         rows.append({
             **vars(case), "predicted_s": guess, "measured_s": seconds,
             "error": guess / seconds - 1, "bytes_exact": exact, "profiles_s": guesses,
-            "disk_bytes_s": [before[1], after[1]],
+            "disk_bytes_s": None if case.tier == "ram" else [before[1], after[1]],
         })  # fmt: skip
         print(f"{case}\n  predicted {guess:.3f} s, measured {seconds:.3f} s, "
               f"{100 * rows[-1]['error']:+.1f} %", flush=True)  # fmt: skip
@@ -190,7 +194,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(5, 5))
+    figure, axes = pyplot.subplots(figsize=(6.5, 6))
     marks = itertools.cycle("osd^v")
     for tier in ("ram", "disk"):
         chosen = [row for row in rows if row["tier"] == tier]
@@ -218,16 +222,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--tier", choices=("ram", "disk"), help="only cases of this tier")
     parser.add_argument("--plot", type=Path, help="draw predictions over measurements, PNG")
+    parser.add_argument("--from", type=Path, dest="earlier", help="plot this JSON, measure nothing")
     arguments = parser.parse_args()
+    if arguments.earlier:
+        if not arguments.plot:
+            parser.error("--from draws a plot: name it with --plot FILE.png")
+        plot(json.loads(arguments.earlier.read_text())["rows"], arguments.plot)
+        return
     torch.set_num_threads(1)  # copies and AdamW have the other cores
     require_parity()
     rows = run([case for case in CASES if arguments.tier in (None, case.tier)])
     errors = [abs(row["error"]) for row in rows]
+    choices = sweep()
     result = {
         "step_error_median": statistics.median(errors),
         "step_error_max": max(errors),
         "peak_bytes_exact": all(row["bytes_exact"] for row in rows),
         "rows": rows,
+        "choice_over_best": {each["name"]: each["choice_over_best"] for each in choices},
+        "choices": choices,
         "threads": torch.get_num_threads(),
         "machine": probe(Path.cwd()).to_dict(),
     }
@@ -235,7 +248,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
     if arguments.plot:
         plot(rows, arguments.plot)
-    print(json.dumps({k: v for k, v in result.items() if k not in ("rows", "machine")}, indent=2))
+    print(json.dumps({k: v for k, v in result.items() if k not in DETAILS}, indent=2))
 
 
 if __name__ == "__main__":

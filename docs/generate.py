@@ -80,8 +80,8 @@ def _value(value: Any) -> str:
 
 
 def _accepts(field: FieldInfo) -> str:
-    kinds = [field.annotation]
-    if isinstance(field.annotation, types.UnionType):
+    kinds: list[Any] = [field.annotation]
+    if typing.get_origin(field.annotation) in (types.UnionType, typing.Union):
         kinds = list(typing.get_args(field.annotation))
     optional = type(None) in kinds
     kinds = [kind for kind in kinds if kind is not type(None)]

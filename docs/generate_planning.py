@@ -17,7 +17,7 @@ from textwrap import fill
 from megaslide.planning.costs import ModelCosts
 from megaslide.planning.devices import device_named
 from megaslide.planning.plan import EFFICIENCY, Choice, Machine, Plan, accelerator, make_plan
-from megaslide.planning.subject import subject_of
+from megaslide.planning.subject import Subject, subject_of
 from megaslide.streaming.records import FORMATS
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +33,7 @@ RAM = 1536 * 10**9
 PER_FRAME = (1, 512, 512)
 """A clip of n such frames has 1024 n tokens where nothing is compressed in time."""
 LONG = (256, 1088, 1920)
+FRAMES = (16, 32, 64, 128, 256)
 INTRODUCTION = """# Planning
 
 <!-- Written by docs/generate_planning.py. Do not edit. -->
@@ -45,7 +46,24 @@ megaslide plan configs/tiny.yaml                          # on this machine, whi
 megaslide plan 14b --gpu h200 --ram 512GB                 # on one that is not at hand
 megaslide plan /models/Wan2.1-T2V-14B --gpu rtx5090 --ram 256GB offload.state_format=split8
 megaslide plan 105b --gpu h200 --ram 1536GB --frames 256 --height 1088 --width 1920 --json
+megaslide plan 14b --gpu rtx4090 --ram 256GB --html plan.html   # memory bars and a timeline
 ```
+
+`megaslide train` makes the same plan for this machine before it reads data. What cannot fit stops
+there, with the bytes that are missing and the changes that would fit. What the config leaves open
+is decided by the plan, logged, and saved with the run:
+
+| key of `offload` | `auto` becomes |
+| --- | --- |
+| `slots` (`auto` by default) | 2, or up to 4 where that shortens a step by more than a percent |
+| `activations` (`auto` by default) | `device` where they fit, else `host` |
+| `tier`, `gradient_tier` | `ram` where it is large enough, else `disk` |
+| `state_format` | `split`; `split8`, which rounds the moments, only where `split` fits nowhere |
+
+Rates are measured briefly at every start, or taken from `offload.rates`, a file that `megaslide
+info --probe --json rates.json` wrote. On the CPU a step takes longer than planned, because little
+of it runs at the rate of large matrix products; the bytes hold. A model whose forward looks at the
+values of its inputs has no plan: training warns and goes on, and the engine refuses by itself.
 
 Bytes are exact: they are the engine's own arithmetic. Seconds come from a simulated step, in which
 the engine itself runs a skeleton of the model on a clock, at the machine's rates. For an
@@ -72,7 +90,7 @@ def machine(efficiency: float = EFFICIENCY) -> Machine:
 def page() -> str:
     """The whole page as Markdown."""
     text = INTRODUCTION.format(efficiency=EFFICIENCY, accuracy=accuracy(), ram=gb(RAM))
-    parts = [*state(), *steps(), *long_video(), *ablations(), *sizes()]
+    parts = [*state(), *steps(), *long_video(), *by_frames(), *ablations(), *sizes()]
     return text + "\n".join(_wrapped(part) for part in parts)
 
 
@@ -85,13 +103,19 @@ def accuracy() -> str:
     if not PLANS.exists():
         return ""
     found = json.loads(PLANS.read_text())
-    return _wrapped(
+    text = (
         f"Predicted beside measured on {found['machine']['cpu']} with emulated links, "
         f"{len(found['rows'])} configurations: median error "
         f"{percent(found['step_error_median'])}, largest {percent(found['step_error_max'])}; "
         f"bytes exact in {'all' if found['peak_bytes_exact'] else 'not all'} "
-        "(`megaslide bench plan`).\n"
+        "(`megaslide bench plan`). "
     )
+    if ratios := found.get("choice_over_best", {}).values():
+        text += (
+            f"Beside every choice that a config may leave open, measured for {len(ratios)} models, "
+            f"a step of what the planner chooses takes at most {max(ratios):.2f} of the best.\n"
+        )
+    return _wrapped(text.rstrip() + "\n")
 
 
 def state() -> Iterable[str]:
@@ -151,6 +175,39 @@ def long_video() -> Iterable[str]:
         "window. The working set above is what autograd keeps for one block whose tokens are "
         "processed at once; it does not fit either, so a block must be computed in parts."
     )
+
+
+def by_frames() -> Iterable[str]:
+    yield (
+        "\n### Memory by frames\n\nWhat autograd keeps of one block for its backward pass, frames "
+        "of 512x512 with 1,024 tokens each, bf16:\n"
+    )
+    rows = []
+    for frames in FRAMES:
+        kept = {kind: block_bytes(kind, frames) for kind in ("dense", "swin", "deformable")}
+        config = of_frames("deformable", frames).network.config
+        tokens = of_frames("deformable", frames).tokens
+        samples = 2 * 2 * tokens * math.prod(config.window) * config.hidden_size
+        scores = 2 * config.num_attention_heads * tokens**2
+        rows.append([str(frames), gb(kept["dense"]), gb(kept["dense"] + scores), gb(kept["swin"]),
+                     gb(kept["deformable"] + samples), gb(kept["deformable"])])  # fmt: skip
+    yield table(["frames", "dense, fused", "dense, scores stored", "shifted windows",
+                 "deformable, samples stored", "deformable, ours"], rows)  # fmt: skip
+    yield (
+        "\nOnly stored scores grow with the square of the frames; fused dense attention pays in "
+        "time, not in memory. Stored samples grow like ours, by a constant factor that depends on "
+        "the window. All is arithmetic: the three kinds counted on tensors without data, and to "
+        "them the bf16 scores, or the sampled keys and values, of one layer."
+    )
+
+
+def of_frames(kind: str, frames: int) -> Subject:
+    size = (frames, *PER_FRAME[1:])
+    return subject_of("105b", [f"attention.kind={kind}"], clip=size, compression=(1, 8, 8))
+
+
+def block_bytes(kind: str, frames: int) -> int:
+    return of_frames(kind, frames).costs().units[1].working_bytes
 
 
 def ablations() -> Iterable[str]:

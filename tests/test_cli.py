@@ -40,10 +40,11 @@ class Library:
         self.config: Any = None
         self.sample_request: dict[str, Any] = {}
         modules = {
-            "megaslide.data.codecs": {"build_codec": lambda config: SimpleNamespace(channels=48)},
             "megaslide.data.prepare": {"prepare": self._prepare},
             "megaslide.data.latents": {"LatentDataset": self._dataset},
-            "megaslide.training.loop": {"train": lambda *a, **k: self.training(*a, **k)},
+            "megaslide.training.loop": {
+                "train_planned": lambda planned, **k: self.training(planned.config, **k)
+            },
             "megaslide.training.trainer": {"NonFiniteLossError": FloatingPointError},
             "megaslide.sampling": {"sample_run": self._sample},
             "megaslide.demo.run": {"run_demo": self._demo},
@@ -171,9 +172,9 @@ def test_train_prepares_what_is_missing_then_summarises_then_trains(
         "train",
     ]
     assert library.config.optim.learning_rate == 1e-5
-    shown = result.stdout
+    shown = " ".join(result.stdout.split())
     parameters = re.search(r"tiny, ([\d.]+) M parameters", shown)
-    state = re.search(r"([\d.]+) MB \(12 bytes per parameter\)", shown)
+    state = re.search(r"([\d.]+) MB of state \(12 bytes per parameter\)", shown)
     assert parameters, shown
     assert state, shown
     assert float(state[1]) == pytest.approx(12 * float(parameters[1]), rel=0.02)
@@ -183,11 +184,12 @@ def test_train_prepares_what_is_missing_then_summarises_then_trains(
         "finished at step 2; checkpoint run/checkpoint-2",
     ):
         assert fact in shown
-    assert str(tmp_path / "run") in shown.replace("\n", "")
+    assert str(tmp_path / "run") in result.stdout.replace("\n", "")
 
 
 def test_average_of_the_weights_is_part_of_the_state(library: Library, config_file: Path) -> None:
-    assert "(16 bytes per parameter)" in run("train", config_file, "train.use_ema=true").stdout
+    shown = run("train", config_file, "train.use_ema=true").stdout
+    assert "(16 bytes per parameter)" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(
@@ -209,6 +211,18 @@ def test_device_that_is_not_there_is_refused(library: Library, config_file: Path
     assert result.exit_code == 2
     assert "offload.device=cuda" in result.stderr
     assert "train" not in library.calls
+
+
+def test_what_does_not_fit_is_refused_before_clips_are_read(
+    library: Library, config_file: Path, tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    result = run("train", config_file, "offload.device_budget_gb=0.001")
+    assert result.exit_code == 2
+    assert "the run does not fit: device lacks" in result.stderr
+    assert "fix: " in result.stderr
+    assert library.calls == []
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_interrupted_training_tells_how_to_go_on(library: Library, config_file: Path) -> None:
@@ -588,6 +602,17 @@ def test_plan_tells_a_known_accelerator_within_80_columns() -> None:
     assert result.exit_code == 0
     assert "verdict" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_plan_writes_a_page_beside_its_figures(tmp_path: Path) -> None:
+    small = ("--gpu", "h200", "--frames", "9", "--height", "64", "--width", "64")
+    page = tmp_path / "plan.html"
+    figures = json.loads(run("plan", "tiny", *small, "--json", "--html", page).stdout)
+    assert figures["choice"]["slots"] == 2
+    assert "megaslide: plan of tiny on h200" in page.read_text()
+    refused = run("plan", "tiny", *small, "--html", tmp_path)
+    assert refused.exit_code == 2
+    assert str(tmp_path) in refused.stderr
 
 
 @pytest.mark.parametrize(

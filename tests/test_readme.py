@@ -124,7 +124,10 @@ def test_ci_does_what_a_contributor_types() -> None:
     script = ROOT / ".ci" / "run"
     steps = [line for line in script.read_text().splitlines() if not line.startswith("#")]
     assert steps[0] == "set -euo pipefail"
-    assert [line for line in steps if "make" in line] == ["make check"]
+    typed = [line for line in steps if "make" in line]
+    assert typed == ["make check", "make native-test", "make sanitize"]
+    told = (ROOT / "CONTRIBUTING.md").read_text()
+    assert all(line in told for line in typed)
     assert script.stat().st_mode & 0o111
 
 

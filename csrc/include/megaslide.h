@@ -33,9 +33,10 @@ typedef enum megaslide_status {
 MEGASLIDE_API int32_t megaslide_abi_version(void);
 MEGASLIDE_API const char *megaslide_status_string(int32_t status);
 
-/* Kernels exist once per instruction set ("x86-64-v4-amx", which is "x86-64-v4" with bf16 matrix
- * tiles, "x86-64-v4", "x86-64-v3", "baseline"); the best that the processor has is taken. `use` makes the whole process take another one (to test it on a
- * newer machine), or answers MEGASLIDE_UNSUPPORTED. */
+/* Kernels exist once per instruction set ("x86-64-v4-amx", which is "x86-64-v4-bf16" with matrix
+ * tiles, "x86-64-v4-bf16", which is "x86-64-v4" with products of bf16, "x86-64-v4", "x86-64-v3",
+ * "baseline"); the best that the processor has is taken. `use` makes the whole process take another
+ * one (to test it on a newer machine), or answers MEGASLIDE_UNSUPPORTED. */
 MEGASLIDE_API const char *megaslide_instruction_set(void);
 MEGASLIDE_API int32_t megaslide_use_instruction_set(const char *name);
 

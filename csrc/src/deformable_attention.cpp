@@ -30,14 +30,17 @@ struct Kernels {
 Kernels kernels(int32_t dtype) {
 #if defined(MEGASLIDE_AMX_KERNELS)
   if (instruction_set() >= InstructionSet::x86_64_v4_amx && dtype == MEGASLIDE_BFLOAT16) {
-    return {&x86_64_v4::attention_kernels, &x86_64_v4_amx::attention_kernels};
+    return {&x86_64_v4_bf16::attention_kernels, &x86_64_v4_amx::attention_kernels};
   }
-#else
-  (void)dtype;
 #endif
 #if defined(MEGASLIDE_X86_KERNELS)
+  if (instruction_set() >= InstructionSet::x86_64_v4_bf16 && dtype == MEGASLIDE_BFLOAT16) {
+    return {&x86_64_v4_bf16::attention_kernels, nullptr};
+  }
   if (instruction_set() >= InstructionSet::x86_64_v4) return {&x86_64_v4::attention_kernels, nullptr};
   if (instruction_set() >= InstructionSet::x86_64_v3) return {&x86_64_v3::attention_kernels, nullptr};
+#else
+  (void)dtype;
 #endif
   return {&baseline::attention_kernels, nullptr};
 }

@@ -120,6 +120,9 @@ extern const AttentionKernels attention_kernels;
 namespace x86_64_v4 {
 extern const AttentionKernels attention_kernels;
 }
+namespace x86_64_v4_bf16 {
+extern const AttentionKernels attention_kernels;
+}
 namespace x86_64_v4_amx {
 extern const AttentionKernels attention_kernels;  // bf16 alone, and not every tile
 }

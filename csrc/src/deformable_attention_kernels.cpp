@@ -5,15 +5,18 @@
 #include "deformable_attention.h"
 #include "queries.h"
 #include "rows.h"
+#include "touched.h"
 
 namespace megaslide {
 namespace {
 
 struct Scratch {
   QueryScratch query;
+  Touched touched;
   int32_t *voxel;              // [capacity] the query's list
-  float *scores, *values;      // [capacity] s and g over the list
-  float *weights, *slopes;     // [capacity] A and dA over the list
+  float *packed;               // [capacity] numbers over the list, where it is not the whole box
+  float *scores, *values;      // [capacity] s and g over the box
+  float *weights, *slopes;     // [capacity] A and dA over the box
   float *q, *grad_out, *sum;   // [head_dim] the query's rows and a result in fp32
 };
 
@@ -21,9 +24,12 @@ int64_t divide(const Plan &plan, void *block, Scratch *scratch) {
   Arena arena{static_cast<char *>(block), 0};
   divide(plan, &arena, &scratch->query);
   const int64_t capacity = padded(plan.capacity) + kSlack;
+  scratch->touched.lines = arena.take<uint64_t>(most_lines(plan));
+  scratch->touched.list = arena.take<int32_t>(most_lines(plan) + 1);
+  scratch->touched.box = arena.take<int32_t>(most_lines(plan) + 1);
   scratch->voxel = arena.take<int32_t>(capacity);
-  float **const lists[] = {&scratch->scores, &scratch->values, &scratch->weights,
-                           &scratch->slopes};
+  float **const lists[] = {&scratch->packed, &scratch->scores, &scratch->values,
+                           &scratch->weights, &scratch->slopes};
   for (float **list : lists) *list = arena.take<float>(capacity);
   float **const rows[] = {&scratch->q, &scratch->grad_out, &scratch->sum};
   for (float **row : rows) *row = arena.take<float>(plan.head_dim);
@@ -64,6 +70,15 @@ inline Rows rows_of(const Plan &plan, const Part &part) {
 
 inline List extra_list(const Plan &plan) { return {plan.iota, plan.row, plan.extra}; }
 
+// Products with the query's list, at their places in its box.
+template <typename T>
+void dots(const RowProducts<T> &products, const float *x, const T *rows, const List &list,
+          int64_t d, const Scratch &s, float *box) {
+  float *to = packed_or(s.touched, box, s.packed);
+  products.dots(x, rows, list, d, to);
+  place(s.touched, to, box);
+}
+
 template <typename T>
 bool forward(const Plan &plan, const ForwardArrays &arrays, const Part &part, void *block) {
   const RowProducts<T> &products = row_products<T>(plan.head_dim);
@@ -81,18 +96,19 @@ bool forward(const Plan &plan, const ForwardArrays &arrays, const Part &part, vo
   for (int64_t i = 0; i < tile.count; ++i) {
     const Query query = query_at(plan, tile, i);
     place_query(plan, in.offsets, part, query, &s.query.taps);
-    const List list = {s.voxel, plan.row, list_voxels(plan, &s.query.taps, s.voxel)};
+    const List list = {s.voxel, plan.row,
+                       list_voxels(plan, &s.query.taps, &s.touched, s.voxel)};
     const int64_t row = rows.volume + query.n * plan.row;
     const float *q = floats(static_cast<const T *>(in.q) + row, d, s.q);
     float *probability = s.query.probability;
-    products.dots(q, k, list, d, s.scores);
+    dots(products, q, k, list, d, s, s.scores);
     interpolate_query(plan, s.query, s.scores, s.query.score_grid, probability);
     if (plan.extra > 0) products.dots(q, extra_k, extra_list(plan), d, probability + taps);
     arrays.lse[(part.b * plan.voxels + query.n) * plan.heads + part.head] =
         softmax(plan, probability);
-    fill(s.weights, padded(list.count), 0.0f);
+    fill(s.weights, padded(s.touched.cells), 0.0f);
     spread_query(plan, s.query, probability, s.weights);
-    products.combine(s.weights, v, list, d, false, s.sum);
+    products.combine(pack(s.touched, s.weights, s.packed), v, list, d, false, s.sum);
     if (plan.extra > 0) {
       products.combine(probability + taps, extra_v, extra_list(plan), d, true, s.sum);
     }
@@ -132,22 +148,25 @@ bool backward(const Plan &plan, const BackwardArrays &arrays, const Part &part, 
   for (int64_t i = 0; i < tile.count; ++i) {
     const Query query = query_at(plan, tile, i);
     place_query(plan, in.offsets, part, query, &s.query.taps);
-    const List list = {s.voxel, plan.row, list_voxels(plan, &s.query.taps, s.voxel)};
+    const List list = {s.voxel, plan.row,
+                       list_voxels(plan, &s.query.taps, &s.touched, s.voxel)};
     const int64_t row = rows.volume + query.n * plan.row;
     const float *q = floats(static_cast<const T *>(in.q) + row, d, s.q);
     const float *grad_out = floats(static_cast<const T *>(arrays.grad_out) + row, d, s.grad_out);
     const float *out = floats(static_cast<const T *>(arrays.out) + row, d, s.sum);
     const float lse = arrays.lse[(part.b * plan.voxels + query.n) * plan.heads + part.head];
     const float mean = dot(grad_out, out, d);  // of dP under P
-    products.dots(q, k, list, d, s.scores);
-    products.dots(grad_out, v, list, d, s.values);
-    fill(s.weights, padded(list.count), 0.0f);
-    fill(s.slopes, padded(list.count), 0.0f);
+    dots(products, q, k, list, d, s, s.scores);
+    dots(products, grad_out, v, list, d, s, s.values);
+    fill(s.weights, padded(s.touched.cells), 0.0f);
+    fill(s.slopes, padded(s.touched.cells), 0.0f);
     weigh_query(plan, lse, mean, s.query, s.scores, s.values, s.weights, s.slopes,
                 offsets_at(arrays, part, query, i));
-    products.combine(s.slopes, k, list, d, false, s.sum);
-    products.add_outer(s.slopes, q, list, d, arrays.grad.k + rows.volume);
-    products.add_outer(s.weights, grad_out, list, d, arrays.grad.v + rows.volume);
+    const float *slopes = pack(s.touched, s.slopes, s.packed);
+    products.combine(slopes, k, list, d, false, s.sum);
+    products.add_outer(slopes, q, list, d, arrays.grad.k + rows.volume);
+    const float *weights = pack(s.touched, s.weights, s.packed);
+    products.add_outer(weights, grad_out, list, d, arrays.grad.v + rows.volume);
     if (plan.extra > 0) {
       backward_extra<T>(plan, arrays, rows.extra, lse, mean, q, grad_out, s);
     }

@@ -23,7 +23,7 @@ constexpr int64_t kSumTokens = 2048;     // make its sums, 28 numbers per channe
 
 const DepthwiseKernels &kernels() {
 #if defined(MEGASLIDE_X86_KERNELS)
-  if (instruction_set() == InstructionSet::x86_64_v4) return x86_64_v4::depthwise_kernels;
+  if (instruction_set() >= InstructionSet::x86_64_v4) return x86_64_v4::depthwise_kernels;
   if (instruction_set() == InstructionSet::x86_64_v3) return x86_64_v3::depthwise_kernels;
 #endif
   return baseline::depthwise_kernels;

@@ -9,7 +9,7 @@
 namespace megaslide {
 
 // In ascending order: each has all that those before it have.
-enum class InstructionSet { baseline, x86_64_v3, x86_64_v4, x86_64_v4_amx };
+enum class InstructionSet { baseline, x86_64_v3, x86_64_v4, x86_64_v4_bf16, x86_64_v4_amx };
 
 InstructionSet instruction_set();
 

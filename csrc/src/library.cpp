@@ -14,7 +14,8 @@
 namespace megaslide {
 namespace {
 
-constexpr const char *kNames[] = {"baseline", "x86-64-v3", "x86-64-v4", "x86-64-v4-amx"};
+constexpr const char *kNames[] = {"baseline", "x86-64-v3", "x86-64-v4", "x86-64-v4-bf16",
+                                  "x86-64-v4-amx"};
 
 #if defined(MEGASLIDE_AMX_KERNELS)
 // Linux hands out the state of the tile registers on request only.
@@ -27,10 +28,7 @@ bool has_tiles() {
   uint32_t a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
   constexpr uint32_t kBf16 = 1u << 22, kTile = 1u << 24;
-  const bool tiles = (d & kBf16) != 0 && (d & kTile) != 0;
-  if (!tiles || __get_cpuid_count(7, 1, &a, &b, &c, &d) == 0) return false;
-  constexpr uint32_t kConversions = 1u << 5;  // AVX512_BF16
-  return (a & kConversions) != 0 && may_use_tiles();
+  return (d & kBf16) != 0 && (d & kTile) != 0 && may_use_tiles();
 }
 #endif
 
@@ -42,9 +40,11 @@ bool supported(InstructionSet set) {
   const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                   __builtin_cpu_supports("avx512vl");
+  const bool bf16 = v4 && __builtin_cpu_supports("avx512bf16");
 #if defined(MEGASLIDE_AMX_KERNELS)
-  if (set == InstructionSet::x86_64_v4_amx) return v4 && has_tiles();
+  if (set == InstructionSet::x86_64_v4_amx) return bf16 && has_tiles();
 #endif
+  if (set == InstructionSet::x86_64_v4_bf16) return bf16;
   if (set == InstructionSet::x86_64_v4) return v4;
   if (set == InstructionSet::x86_64_v3) return v3;
 #endif
@@ -52,8 +52,8 @@ bool supported(InstructionSet set) {
 }
 
 InstructionSet best() {
-  for (const InstructionSet set : {InstructionSet::x86_64_v4_amx, InstructionSet::x86_64_v4,
-                                   InstructionSet::x86_64_v3}) {
+  for (const InstructionSet set : {InstructionSet::x86_64_v4_amx, InstructionSet::x86_64_v4_bf16,
+                                   InstructionSet::x86_64_v4, InstructionSet::x86_64_v3}) {
     if (supported(set)) return set;
   }
   return InstructionSet::baseline;
@@ -94,7 +94,7 @@ const char *megaslide_instruction_set(void) {
 }
 
 int32_t megaslide_use_instruction_set(const char *name) {
-  for (int i = 0; name != nullptr && i < 4; ++i) {
+  for (int i = 0; name != nullptr && i < 5; ++i) {
     const auto set = static_cast<megaslide::InstructionSet>(i);
     if (std::strcmp(name, megaslide::kNames[i]) == 0 && megaslide::supported(set)) {
       megaslide::chosen().store(set);

@@ -172,6 +172,83 @@ void add_outer(const float *weight, const float *x, const List &list, int64_t d,
   }
 }
 
+#if defined(__AVX512BF16__)
+// Rows of bf16 as they are: two products and their sum per 32-bit lane, in one operation.
+
+constexpr int kNarrow = 2 * kLanes;  // bf16 numbers in a vector
+
+MEGASLIDE_INLINE __m512bh load_narrow(const Bfloat16 *from) {
+  return reinterpret_cast<__m512bh>(_mm512_loadu_si512(from));
+}
+
+// The nearest bf16 of 32 numbers, in order.
+MEGASLIDE_INLINE __m512bh rounded(const float *from) {
+  return _mm512_cvtne2ps_pbh(load<kLanes>(from + kLanes), load<kLanes>(from));
+}
+
+// dots(); x must be numbers of bf16, whatever their type.
+template <int D>
+void narrow_dots(const float *x, const Bfloat16 *rows, const List &list, int64_t, float *out) {
+  __m512bh kept[D / kNarrow];
+  for (int c = 0; c < D / kNarrow; ++c) kept[c] = rounded(x + c * kNarrow);
+  for (int64_t e = 0; e < list.count; e += kLanes) {
+    Floats parts[kLanes];
+    MEGASLIDE_UNROLL(16)
+    for (int i = 0; i < kLanes; ++i) {
+      const Bfloat16 *row = rows + list.index[e + i] * list.stride;
+      __m512 sum = _mm512_setzero_ps();
+      MEGASLIDE_UNROLL(8)
+      for (int c = 0; c < D / kNarrow; ++c) {
+        sum = _mm512_dpbf16_ps(sum, kept[c], load_narrow(row + c * kNarrow));
+      }
+      parts[i] = sum;
+    }
+    store<kLanes>(out + e, sum_each<kLanes>(parts));
+  }
+}
+
+// combine() with weights rounded to bf16, two rows at a time: their numbers come in pairs, those of
+// each half of 128 bits in another sum.
+template <int D>
+void narrow_combine(const float *weight, const Bfloat16 *rows, const List &list, int64_t, bool add,
+                    float *y) {
+  constexpr int kSums = D / kLanes;
+  __m512 sum[kSums];
+  for (__m512 &one : sum) one = _mm512_setzero_ps();
+  for (int64_t first = 0; first < list.count; first += kPad) {
+    alignas(64) float wide[kNarrow] = {};
+    alignas(64) int32_t pairs[kLanes];
+    store<kLanes>(wide, load<kLanes>(weight + first));
+    _mm512_store_si512(pairs, reinterpret_cast<__m512i>(rounded(wide)));
+    const int64_t left = list.count - first;
+    for (int64_t e = 0; e < kPad && e < left; e += 2) {
+      const auto both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pairs[e / 2]));
+      const Bfloat16 *a = rows + list.index[first + e] * list.stride;
+      const Bfloat16 *b = rows + list.index[first + e + 1] * list.stride;
+      MEGASLIDE_UNROLL(8)
+      for (int c = 0; c < kSums / 2; ++c) {
+        const __m512i x = _mm512_loadu_si512(a + c * kNarrow);
+        const __m512i z = _mm512_loadu_si512(b + c * kNarrow);
+        const __m512i low = _mm512_maskz_unpacklo_epi16(~__mmask32{0}, x, z);
+        const __m512i high = _mm512_maskz_unpackhi_epi16(~__mmask32{0}, x, z);
+        sum[2 * c] = _mm512_dpbf16_ps(sum[2 * c], reinterpret_cast<__m512bh>(low), both);
+        sum[2 * c + 1] = _mm512_dpbf16_ps(sum[2 * c + 1], reinterpret_cast<__m512bh>(high), both);
+      }
+    }
+  }
+  const __m512i from = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i next = _mm512_add_epi32(from, _mm512_set1_epi32(8));
+  for (int c = 0; c < kSums; c += 2) {
+    const Floats columns[2] = {_mm512_permutex2var_ps(sum[c], from, sum[c + 1]),
+                               _mm512_permutex2var_ps(sum[c], next, sum[c + 1])};
+    for (int half = 0; half < 2; ++half) {
+      float *to = y + (c + half) * kLanes;
+      store<kLanes>(to, add ? load<kLanes>(to) + columns[half] : columns[half]);
+    }
+  }
+}
+#endif
+
 template <typename T>
 struct RowProducts {
   void (*dots)(const float *, const T *, const List &, int64_t, float *);
@@ -181,6 +258,18 @@ struct RowProducts {
 
 template <typename T, int W, int D>
 constexpr RowProducts<T> kProducts = {dots<T, W, D>, combine<T, W, D>, add_outer<W, D>};
+
+#if defined(__AVX512BF16__)
+template <int D>
+constexpr RowProducts<Bfloat16> kProducts<Bfloat16, kLanes, D> = {narrow_dots<D>, narrow_combine<D>,
+                                                                  add_outer<kLanes, D>};
+template <>
+constexpr RowProducts<Bfloat16> kProducts<Bfloat16, kLanes, 16> = {
+    dots<Bfloat16, kLanes, 16>, combine<Bfloat16, kLanes, 16>, add_outer<kLanes, 16>};
+template <>
+constexpr RowProducts<Bfloat16> kProducts<Bfloat16, kLanes, 0> = {
+    dots<Bfloat16, kLanes, 0>, combine<Bfloat16, kLanes, 0>, add_outer<kLanes, 0>};
+#endif
 
 template <typename T>
 const RowProducts<T> &row_products(int64_t head_dim) {

@@ -217,23 +217,6 @@ inline void list_corners(const Plan &plan, Taps *taps, int32_t *voxel) {
   for (int axis = 0; axis < 3; ++axis) taps->step[axis] = 4 >> axis;
 }
 
-// One query's list, padded with its first voxel so that products may run over whole vectors.
-// Returns its length without the padding.
-inline int64_t list_voxels(const Plan &plan, Taps *taps, int32_t *voxel) {
-  Box box = empty_box();
-  enclose(plan, *taps, &box);
-  int64_t count = volume(box, 8 * plan.taps);
-  if (count <= 8 * plan.taps) {
-    list_box(plan, box, voxel);
-    find_in_box(plan, box, taps);
-  } else {
-    count = 8 * plan.taps;
-    list_corners(plan, taps, voxel);
-  }
-  for (int64_t e = count; e < padded(count); ++e) voxel[e] = voxel[0];
-  return count;
-}
-
 // ---- interpolation ----------------------------------------------------------------------------
 
 // Values at the 8 corners of kLanes taps.

@@ -392,7 +392,7 @@ def family_pipeline(
 def forward_only(network: Network, dtype: torch.dtype, offload: OffloadConfig) -> StreamedModel:
     """A saved network with frozen weights, read straight into the store."""
     model = network.build(dtype).requires_grad_(False).eval()
-    streamed = stream(model, device=chosen_device(offload), slots=offload.slots)
+    streamed = stream(model, device=chosen_device(offload))
     if network.weights is None:
         raise ValueError(f"{network.name} has no weights to load; give a saved network")
     streamed.load(network.weights)

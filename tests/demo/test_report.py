@@ -18,7 +18,8 @@ from rich.console import Console
 
 from megaslide.config import Config
 from megaslide.data.video import write_video
-from megaslide.demo.charts import (
+from megaslide.demo.report import summary_table, write_report
+from megaslide.pages.charts import (
     Scale,
     device_parts,
     lanes_of,
@@ -30,8 +31,7 @@ from megaslide.demo.charts import (
     timeline,
     union_length,
 )
-from megaslide.demo.quantities import format_bytes, format_count, format_seconds, label_of, text_of
-from megaslide.demo.report import summary_table, write_report
+from megaslide.pages.quantities import format_bytes, format_count, format_seconds, label_of, text_of
 from megaslide.tracing import Span
 
 L, BLOCK_BYTES = 6, 1_180_000

@@ -24,7 +24,9 @@ from megaslide.ops.deformable_attention import deformable_attention, native, off
 needs_library = pytest.mark.skipif(
     library.why_absent() is not None, reason=library.why_absent() or "present"
 )
-INSTRUCTION_SETS = ("x86-64-v4-amx", "x86-64-v4", "x86-64-v3", "baseline")
+INSTRUCTION_SETS = (
+    "x86-64-v4-amx", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3", "baseline",
+)  # fmt: skip
 NAMES = ("q", "k", "v", "offsets", "extra_k", "extra_v")
 INVALID_ARGUMENT, UNSUPPORTED = 1, 3
 

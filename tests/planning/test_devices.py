@@ -3,7 +3,7 @@
 import pytest
 
 from megaslide.errors import InputError
-from megaslide.planning.devices import DEVICES, device_named
+from megaslide.planning.devices import DEVICES, device_called, device_named
 
 WANTED = ("h100", "h200", "b200", "a100-80gb", "rtx4090", "rtx5090", "l40s", "mi300x")
 
@@ -54,3 +54,16 @@ def test_unknown_name_is_answered_with_the_nearest_and_all() -> None:
     with pytest.raises(InputError) as refused:
         device_named("?")
     assert "did you mean" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "name"),
+    [
+        ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("Tesla T4", None),
+    ],
+)  # fmt: skip
+def test_drivers_names(driver_name: str, name: str | None) -> None:
+    found = device_called(driver_name)
+    assert found == (None if name is None else device_named(name))

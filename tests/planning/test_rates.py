@@ -4,6 +4,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,10 @@ VALUES = {
 DISK = {"read_bytes_s": 2e9, "write_bytes_s": 1e9, "both_bytes_s": 2.5e9}
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"GEMM_SIZE": 64, "ELEMENTS": 4096, "COPY_BYTES": 1 << 16, "DISK_BYTES": 2 * CHUNK}
-    for name, value in (sizes | {"SECONDS": 0.001}).items():
-        monkeypatch.setattr(rates, name, value)
+SMALL = rates.Effort(
+    gemm_size=64, elements=4096, copy_bytes=1 << 16, seconds=0.001, runs=1, disk_bytes=2 * CHUNK,
+    disk_seconds=1.0,
+)  # fmt: skip
 
 
 class Clock:
@@ -54,22 +54,24 @@ def test_best_of_the_runs_after_the_first(monkeypatch: pytest.MonkeyPatch) -> No
     def work() -> None:
         clock.now += left.pop(0)
 
-    assert rates._best_seconds(work) == pytest.approx(0.12)
-    assert left == [9.0]  # 0.57 s have passed, more than SECONDS
-    assert rates._best_seconds(work) == pytest.approx(9.0)  # alone, it counts
+    assert rates._best_seconds(work, replace(SMALL, seconds=0.5)) == pytest.approx(0.12)
+    assert left == [9.0]  # 0.57 s have passed, more than 0.5
+    assert rates._best_seconds(work, replace(SMALL, seconds=0.5)) == pytest.approx(9.0)  # it counts
+    left += [3.0, 0.1, 0.2]
+    assert rates._best_seconds(work, replace(SMALL, runs=3)) == pytest.approx(0.1)
 
 
-def test_counts_are_those_of_what_runs(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_are_those_of_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every run taking 2 s, rates are half of the work of one."""
     ran: list[str] = []
 
-    def two_seconds(work: Callable[[], object]) -> float:
+    def two_seconds(work: Callable[[], object], effort: rates.Effort) -> float:
         ran.append("run")
         work()
         return 2.0
 
     monkeypatch.setattr(rates, "_best_seconds", two_seconds)
-    measured = measure_rates(None)
+    measured = measure_rates(None, effort=SMALL)
     assert len(ran) == 6
     assert measured.gemm_fp32_flop_s == measured.gemm_bf16_flop_s == 64**3
     assert measured.triad_bytes_s == 4096 * 3 * 4 / 2
@@ -88,19 +90,17 @@ def test_triad_computes_its_sum() -> None:
     assert torch.allclose(a, b + 3 * c, rtol=1e-6)
 
 
-def test_machine_without_kernels_is_measured_too(
-    small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machine_without_kernels_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megaslide.ops.library._open", lambda: (None, "no compiler"))
-    measured = measure_rates(None)
+    measured = measure_rates(None, effort=SMALL)
     assert min(measured.triad_bytes_s, measured.adamw_parameters_s) > 0
     assert measured.machine["native_reason"] == "no compiler"
 
 
-def test_real_run_tells_its_progress_and_leaves_no_file(small: None, tmp_path: Path) -> None:
+def test_real_run_tells_its_progress_and_leaves_no_file(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     measured = measure_rates(
-        tmp_path, progress=lambda done, total, name: seen.append((done, total))
+        tmp_path, effort=SMALL, progress=lambda done, total, name: seen.append((done, total))
     )
     total = seen[0][1]
     assert seen == [(done, total) for done in range(total + 1)]

@@ -22,6 +22,7 @@ from megaslide.errors import InputError
 from megaslide.models.network import FamilyDenoiser, network_of, pretrained_network
 from megaslide.models.pretrained import find_source
 from megaslide.models.pretrained.converted_folder import write_converted
+from megaslide.planning.run import plan_run
 from megaslide.sampling import sample_run
 from megaslide.training.loop import train
 from megaslide.training.trainer import Trainer
@@ -104,7 +105,7 @@ def text_of(name: str) -> dict[str, Any]:
 
 def train_resident(config: Config, model: nn.Module) -> tuple[list[float], dict[str, Any]]:
     """The trainer's batches, noise and timesteps, but a resident model and torch's optimizer."""
-    trainer = Trainer(config)
+    trainer = Trainer(plan_run(config))
     denoiser = FamilyDenoiser(
         family=trainer.network.family,
         model=model,

@@ -23,8 +23,9 @@ from megaslide.evaluation.definitions import OF_CHECKPOINT
 from megaslide.evaluation.results import Missing
 from megaslide.models.dit import VideoDiT
 from megaslide.models.network import saved_network
+from megaslide.planning.run import plan_run
 from megaslide.sampling import forward_only, sample_run
-from megaslide.training.loop import TrainResult, train
+from megaslide.training.loop import TrainResult, train, train_planned
 from megaslide.training.trainer import NonFiniteLossError, Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*smaller than the batch.*")
@@ -110,6 +111,34 @@ def test_ten_and_ten_equal_twenty_bit_for_bit(cache: Path, tmp_path: Path, preci
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     assert eval_losses(tmp_path / "a") == eval_losses(tmp_path / "b")
     assert_equal(through.checkpoint, rest.checkpoint)
+
+
+def test_what_the_plan_decides_is_what_trains_and_what_is_saved(
+    cache: Path, tmp_path: Path
+) -> None:
+    names = ("slots", "tier", "state_format", "gradient_tier", "activations")
+    options = {f"offload__{name}": "auto" for name in names} | {
+        "train__max_train_steps": 2, "optim__lr_scheduler": "constant", "model__num_layers": 4,
+    }  # fmt: skip
+    roomy = plan_run(configure(tmp_path / "run", cache, **options)).plan
+    assert roomy is not None
+    budget = (sum(roomy.device.values()) - 8) / 1e9
+    config = configure(tmp_path / "run", cache, offload__device_budget_gb=budget, **options)
+    planned = plan_run(config)
+    plan = planned.plan
+    assert plan is not None
+    assert planned.choice.activations == "host"
+    result = train_planned(planned)
+    arenas = {k: n for k, n in result.device_bytes.items() if k != "activations"}
+    assert arenas == {k: plan.device[k] for k in arenas}
+    assert result.state_bytes == plan.to_dict()["state_bytes"]
+    assert result.d2h_bytes == plan.to_dict()["d2h_bytes_per_step"]
+    # Planned are what autograd keeps; temporaries of single operations come on top.
+    activations = plan.device["inputs"] + plan.device["working"]
+    assert activations <= result.device_bytes["activations"] < 1.6 * activations
+    for folder in (tmp_path / "run", result.checkpoint):
+        saved = load_config(folder / runs.CONFIG).offload
+        assert {n: getattr(saved, n) for n in names} == planned.engine_options
 
 
 def stop_after(step: int) -> Any:
@@ -284,7 +313,7 @@ def test_eval_says_why_a_checkpoint_has_no_loss(
 def test_sampling_holds_weights_only(whole: TrainResult) -> None:
     weights = whole.checkpoint / "transformer"
     network = saved_network(weights, load_config(whole.checkpoint / "config.yaml"))
-    model = forward_only(network, torch.float32, OffloadConfig(slots=2))
+    model = forward_only(network, torch.float32, OffloadConfig())
     assert set(model.store.nbytes) == {"weights"}
     expected = VideoDiT.from_pretrained(weights).state_dict()
     assert all(torch.equal(v, expected[k]) for k, v in model.state_dict().items())

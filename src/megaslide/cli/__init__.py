@@ -24,7 +24,6 @@ from megaslide.cli.display import (
     preset_table,
     print_json,
     rates_grid,
-    size,
     status,
 )
 from megaslide.cli.evaluation import evaluate
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from megaslide.config import Config, Triple
     from megaslide.data.prepare import PrepareReport
     from megaslide.models.network import Network
+    from megaslide.planning.run import RunPlan
     from megaslide.training.loop import TrainResult
 
 STATE_BYTES_PER_PARAMETER = 12
@@ -127,24 +127,28 @@ def prepare(config_path: ConfigPath, overrides: Overrides = None) -> None:
 def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Fine-tune all parameters of a model on prepared clips.
 
-    Prepares the clips first where that was not done.
+    What does not fit this machine is refused first, with the shortfall.
+
+    Prepares the clips where that was not done.
 
     Ctrl-C saves a checkpoint and stops; train.resume_from_checkpoint=latest continues from it.
     """
     from megaslide.config import load_config
 
     config = load_config(config_path, overrides or ())
-    with status("loading the model and the codec"):
-        from megaslide.training.loop import train as run_training
+    device = _device(config)
+    with status("planning the run"):
+        from megaslide.planning.run import plan_run
+        from megaslide.training.loop import train_planned
         from megaslide.training.trainer import NonFiniteLossError
 
-        model = _resolve(config)
+        planned = plan_run(config)
     if not _is_prepared(config):
-        _prepare(config, model.patch_size)
-    console().print(grid(_run_summary(config, model)))
+        _prepare(config, planned.network.patch_size)
+    console().print(grid(_run_summary(planned, device)))
     try:
         with writes_to(Path(config.output_dir)), Meter("train") as meter:
-            result = run_training(config, on_progress=meter)
+            result = train_planned(planned, on_progress=meter)
     except NonFiniteLossError as error:
         fail(str(error), code=1)
     _report_training(result, [str(config_path), *(overrides or ())])
@@ -265,11 +269,10 @@ def _print_preparation(report: "PrepareReport") -> None:
         typer.echo(f"skipped {more} more: see `skipped` in {report.cache_dir / 'index.json'}")
 
 
-def _run_summary(config: "Config", model: "Network") -> dict[str, str]:
+def _run_summary(planned: "RunPlan", device: str) -> dict[str, str]:
     from megaslide.data.latents import LatentDataset
 
-    parameters = model.count_parameters()
-    state = _state_bytes(config, model)
+    config, model = planned.config, planned.network
     folder, patch_size = Path(config.data.cache_dir), model.patch_size
     samples, held_out = (
         len(LatentDataset(folder, split, config.data, patch_size=patch_size)) for split in SPLITS
@@ -277,31 +280,14 @@ def _run_summary(config: "Config", model: "Network") -> dict[str, str]:
     batch = config.train.train_batch_size * config.train.gradient_accumulation_steps
     at_once = config.offload.micro_batch_size or config.train.train_batch_size
     return {
-        "model": f"{model.name}, {count(parameters)} parameters",
-        "state": f"{size(state)} ({state / parameters:.0f} bytes per parameter)",
-        "device": _device(config),
+        "model": f"{model.name}, {count(model.count_parameters())} parameters",
+        "device": device,
         "batch": f"{batch} clips per step, micro-batches of {at_once}",
+        "plan": str(planned),
         "data": f"{samples} samples, {held_out} held out",
         "length": f"{config.train.max_train_steps} steps",
         "output": config.output_dir,
     }
-
-
-def _state_bytes(config: "Config", network: "Network") -> int:
-    """What the store will hold, counted on the meta device."""
-    import torch
-
-    from megaslide.streaming import planned_state_bytes
-
-    dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
-    with torch.device("meta"):
-        model = network.build(dtype)
-    return planned_state_bytes(
-        model,
-        dtype=network.stream_dtype(dtype),
-        state_format=config.offload.state_format,
-        ema=config.train.use_ema,
-    )
 
 
 def _device(config: "Config") -> str:

@@ -1,10 +1,12 @@
 """`megaslide plan`: what a run needs and what a step takes, before anything is loaded."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megaslide.cli.display import Meter, console, count, grid, print_json, size, status
+from megaslide.cli.refusals import writes_to
 from megaslide.errors import InputError
 
 if TYPE_CHECKING:
@@ -42,29 +44,36 @@ def plan(
         str, typer.Option(metavar="TxHxW", help="Pixels per latent voxel, if no codec says.")
     ] = "4x8x8",
     as_json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a page: memory, timeline.")
+    ] = None,
 ) -> None:
     """Tell whether a run fits, how long a step takes, what to change."""
-    from megaslide.planning.plan import alternatives, make_plan
+    from megaslide.planning.choosing import alternatives, choose
     from megaslide.planning.subject import subject_of
 
     if efficiency is not None and gpu is None:
         raise InputError("--efficiency without --gpu", "this machine is measured; name a --gpu")
+    if html is not None and html.is_dir():
+        raise InputError(f"{html}: a folder, not a file", "name a file, such as plan.html")
     with status("counting what a step does"):
         clip = _clip(frames, height, width)
         subject = subject_of(what, overrides or [], clip=clip, compression=_triple(compression))
         costs = subject.costs()
     machine = _machine(subject, gpu, ram, disk, efficiency)
     with status("simulating a step"):
-        found = make_plan(costs, machine, subject.choice)
+        found = choose(subject.choices, costs, machine, clips=subject.clips)
     if as_json:
-        print_json({"tokens": subject.tokens * subject.choice.micro_batches, **found.to_dict()})
+        print_json({"tokens": subject.tokens * found.choice.micro_batches, **found.to_dict()})
+    if as_json and html is None:
         return
     with status("simulating other choices"):
-        others = alternatives(found)
-    screen = console()
-    screen.print(grid(_facts(subject, found)))
-    screen.print(_lanes(found))
-    screen.print(_others(found, others))
+        others = alternatives(subject, found)
+    if html is not None:
+        _write(html, subject, found, others)
+    if not as_json:
+        for part in (grid(_facts(subject, found)), _lanes(found), _others(found, others)):
+            console().print(part)
 
 
 # -- what was asked -------------------------------------------------------------------------------
@@ -116,30 +125,36 @@ def _machine(
     from megaslide.planning.devices import device_named
 
     machine = accelerator(device_named(gpu), efficiency=efficiency or EFFICIENCY)
+    if budget := subject.offload.device_budget_gb:
+        room["device_bytes"] = min(int(budget * 1e9), machine.device_bytes or 0)
     basis = {**machine.basis, "disk": f"{DISK_BYTES_S / 1e9:g} GB/s, one NVMe drive (assumed)"}
     return replace(machine, **room, disk_bytes_s=DISK_BYTES_S, basis=basis)  # type: ignore[arg-type]
 
 
 def _here(subject: "Subject", room: dict[str, int]) -> "Machine":
     from dataclasses import replace
-    from pathlib import Path
 
-    import torch
-
-    from megaslide.planning.plan import this_machine
+    from megaslide.planning.here import machine_here
     from megaslide.planning.rates import measure_rates
-    from megaslide.streaming.budget import available_disk, available_ram
 
     with Meter("measuring this machine") as meter:
-        rates = measure_rates(Path(), meter)
-    machine = this_machine(rates, bf16=subject.dtype == torch.bfloat16)
-    return replace(
-        machine, ram_bytes=room.get("ram_bytes", available_ram()),
-        disk_bytes=room.get("disk_bytes", available_disk(Path())),
-    )  # fmt: skip
+        machine = machine_here(
+            subject,
+            state_folder=Path(subject.offload.disk_path or "."),
+            measure=lambda _: measure_rates(Path(), meter),
+        )
+    return replace(machine, **room)  # type: ignore[arg-type]
 
 
 # -- what is shown --------------------------------------------------------------------------------
+
+
+def _write(path: Path, subject: "Subject", plan: "Plan", others: "list[tuple[str, Plan]]") -> None:
+    from megaslide.planning.page import write_html
+
+    with writes_to(path):
+        write_html(path, subject, plan, others)
+    typer.echo(f"written: {path}", err=True)
 
 
 def _facts(subject: "Subject", plan: "Plan") -> dict[str, str]:
@@ -149,7 +164,7 @@ def _facts(subject: "Subject", plan: "Plan") -> dict[str, str]:
     facts = {
         "model": f"{subject.network.name}, {count(plan.costs.parameters)} parameters",
         "batch": f"{clips}, {count(subject.tokens * choice.micro_batches)} tokens",
-        "choice": str(choice),
+        "choice": f"{choice}, {choice.slots} slots",
         "machine": plan.machine.name,
         "verdict": _verdict(plan),
     }
@@ -191,12 +206,10 @@ def _lanes(plan: "Plan") -> "Table":
 def _others(plan: "Plan", others: "list[tuple[str, Plan]]") -> "Table":
     from rich.table import Table
 
-    from megaslide.planning.plan import pace
-
     table = Table("one change", "pace", "lacks", box=None)
     for words, other in others:
         missing = ", ".join(f"{size(n)} {place}" for place, n in other.shortfall.items())
-        table.add_row(words, f"{pace(plan) / pace(other):.2f}x", missing or "nothing")
+        table.add_row(words, f"{plan.pace_s / other.pace_s:.2f}x", missing or "nothing")
     return table
 
 

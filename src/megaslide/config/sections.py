@@ -155,30 +155,44 @@ class OffloadConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where blocks compute; `auto` is cuda where there is one."""
-    slots: int = Field(2, ge=2)
-    """Device-side buffers, one block each."""
+    slots: Literal["auto"] | int = "auto"
+    """Device-side buffers of one block each, 2 or more; `auto` is as many as shorten the step."""
     micro_batch_size: int | None = Field(None, gt=0)
     """Clips per pass through a block; null takes train.train_batch_size."""
-    tier: Literal["ram", "disk"] = "ram"
-    """Where weights, masters and moments live; `disk` for state that is larger than RAM."""
-    state_format: Literal["master", "split", "split8"] = "split"
-    """Bytes per bf16 parameter: `master` 14, `split` 12, `split8` 6 with 8-bit moments."""
-    gradient_tier: Literal["ram", "disk"] = "ram"
+    tier: Literal["auto", "ram", "disk"] = "ram"
+    """Where weights, masters and moments live; `auto` is the disk where RAM is too small."""
+    state_format: Literal["auto", "master", "split", "split8"] = "split"
+    """Bytes per bf16 parameter: `master` 14, `split` 12, `split8` 6 with 8-bit moments; `auto` is
+    `split8` where `split` does not fit."""
+    gradient_tier: Literal["auto", "ram", "disk"] = "ram"
     """Where gradients wait for the update; `disk` frees RAM and needs tier `disk`."""
     disk_path: str | None = None
     """Folder for tier `disk`, best on a local NVMe; null takes `state` in output_dir."""
     activations: Literal["auto", "device", "host", "disk"] = "auto"
-    """Where the inputs of blocks wait for the backward pass; `auto` is the device."""
+    """Where the inputs of blocks wait for the backward pass; `auto` is the device where they fit
+    there, else the host."""
     activation_dir: str | None = None
     """Folder of the file of `activations: disk`; null takes the system's temporary folder."""
     device_budget_gb: float | None = Field(None, gt=0)
-    """Memory that weights and gradients may take on the device, in 10⁹ bytes; more is refused."""
+    """Memory that the run may take on the device, in 10⁹ bytes; more is refused."""
     link_gb_s: float | None = Field(None, gt=0)
     """Emulated bandwidth between host and device in each direction, in 10⁹ bytes per second."""
+    rates: str | None = None
+    """File of `megaslide info --probe --json FILE`, from which a plan takes what this machine does
+    per second; null measures briefly when a run begins."""
+
+    @field_validator("slots", mode="before")
+    @classmethod
+    def _slots_are_enough(cls, slots: Any) -> Any:
+        if slots != "auto" and (type(slots) is not int or slots < 2):
+            raise ValueError(
+                "slots are `auto`, or greater than or equal to 2: one to compute on, one to fill"
+            )
+        return slots
 
     @model_validator(mode="after")
     def _gradients_follow(self) -> "OffloadConfig":
-        if self.gradient_tier == "disk" and self.tier == "ram":
+        if self.gradient_tier == "disk" and self.tier != "disk":
             raise ValueError("gradient_tier: disk needs tier: disk")
         return self
 

@@ -17,7 +17,8 @@ import yaml
 from rich.table import Table
 
 from megaslide.config import Config
-from megaslide.demo.charts import (
+from megaslide.pages import Clips, clip_gallery, rows, write_page
+from megaslide.pages.charts import (
     Points,
     device_parts,
     loss_chart,
@@ -25,7 +26,7 @@ from megaslide.demo.charts import (
     overlap,
     timeline,
 )
-from megaslide.demo.quantities import (
+from megaslide.pages.quantities import (
     format_bytes,
     format_count,
     format_ratio,
@@ -34,7 +35,6 @@ from megaslide.demo.quantities import (
     label_of,
     text_of,
 )
-from megaslide.pages import Clips, clip_gallery, rows, write_page
 from megaslide.tracing import Span
 
 _TEMPLATE = Template(resources.files("megaslide.demo").joinpath("report.html").read_text("utf-8"))

@@ -21,7 +21,11 @@ from megaslide.streaming.layout import Unit, UnitLayout, find_blocks, plan_units
 from megaslide.streaming.memory import planned_device_bytes
 from megaslide.streaming.store import StorePlan, StoreSettings, plan_store
 
-__all__ = ["ModelCosts", "UnitCosts", "model_costs"]
+__all__ = ["ModelCosts", "UnitCosts", "UnknownCostsError", "model_costs"]
+
+
+class UnknownCostsError(InputError):
+    """A forward that depends on the values of its inputs, so that shapes do not tell its costs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +149,7 @@ def model_costs(
 
     Raises:
         ValueError: no blocks found, or a name that is not there.
-        InputError: the forward depends on values of its inputs, which shapes do not tell.
+        UnknownCostsError: the forward depends on values of its inputs, which shapes do not tell.
     """
     resident, streamed = plan_units(model, find_blocks(model, blocks), dtype)
     units = [resident, *streamed]
@@ -153,7 +157,7 @@ def model_costs(
     try:
         done = dry_run(call or model, args, kwargs, model, units)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise InputError(
+        raise UnknownCostsError(
             f"{type(model).__name__}: its forward asks for values of its tensors ({error}), which "
             "shapes alone do not tell",
             "leave out the input whose values it looks at, if it can do without; its costs cannot "

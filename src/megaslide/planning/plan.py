@@ -9,16 +9,16 @@ Bytes, seconds, FLOP (a multiply and an add are two).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megaslide.planning.costs import ModelCosts, UnitCosts
 from megaslide.planning.devices import Device
-from megaslide.planning.rates import Rates
 from megaslide.planning.simulate import Load, Schedule, Simulated, UnitLoad, simulate
 from megaslide.streaming.layout import UnitLayout
-from megaslide.streaming.records import FORMATS, StateFormat, planned_bytes
+from megaslide.streaming.records import StateFormat, planned_bytes
 from megaslide.streaming.store import StorePlan, StoreSettings, Tier
 
 EFFICIENCY = 0.7
@@ -49,6 +49,10 @@ class Machine:
     device_bytes: int | None = None
     ram_bytes: int | None = None
     disk_bytes: int | None = None
+    ram_besides: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of RAM, by kind, that the run takes besides what is planned."""
+    device_is_host: bool = False
+    """Whether what is on the device takes RAM as well, as on the CPU."""
     basis: Mapping[str, str]
     """Where the rates come from, by rate."""
 
@@ -64,17 +68,6 @@ def accelerator(device: Device, *, efficiency: float = EFFICIENCY) -> Machine:
             "link": "its standard's data rate, each direction",
             "adamw": f"{SERVER_ADAMW_BYTES_S / 1e9:g} GB/s of host memory (assumed)",
         },
-    )  # fmt: skip
-
-
-def this_machine(rates: Rates, *, bf16: bool) -> Machine:
-    """The processor as the device, as measured."""
-    gemm = rates.gemm_bf16_flop_s if bf16 else rates.gemm_fp32_flop_s
-    return Machine(
-        name="cpu", flop_s=gemm, peak_flop_s=gemm, memory_bytes_s=rates.triad_bytes_s,
-        link_bytes_s=rates.copy_bytes_s, adamw_bytes_s=rates.adamw_lane_bytes_s,
-        disk_bytes_s=rates.disk.both_bytes_s if rates.disk else None,
-        basis=dict.fromkeys(("compute", "link", "adamw", "disk"), "measured here, each alone"),
     )  # fmt: skip
 
 
@@ -97,19 +90,34 @@ class Choice:
         return f"{state}, inputs on {self.activations}, {self.micro_batches} micro-batch{many}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One choice on one machine."""
+    """One choice on one machine. Bytes are known at once, time when it is asked for."""
 
     machine: Machine
     choice: Choice
     costs: ModelCosts
+    clips: int
+    """In one micro-batch."""
     store: StorePlan
     device: Mapping[str, int]
     """Bytes on the device at the peak, by kind; `working` is one block's, an estimate."""
     ram: Mapping[str, int]
     disk: Mapping[str, int]
-    simulated: Simulated
+    synchronous: bool
+    """Whether every copy is waited for where it starts."""
+
+    @cached_property
+    def simulated(self) -> Simulated:
+        """A step, by the engine itself on a clock."""
+        choice = self.choice
+        schedule = Schedule(
+            slots=choice.slots, micro_batches=choice.micro_batches, clip=choice.clip,
+            activations=choice.activations, tier=choice.tier, gradient_tier=choice.gradient_tier,
+            synchronous=self.synchronous,
+        )  # fmt: skip
+        units = range(len(self.costs.units))
+        return simulate([_load(self.costs, u, self.machine, choice) for u in units], schedule)
 
     @property
     def flop(self) -> int:
@@ -123,15 +131,29 @@ class Plan:
         return useful / (self.simulated.step_s * self.machine.peak_flop_s)
 
     @property
+    def pace_s(self) -> float:
+        """Seconds per clip."""
+        return self.simulated.step_s / (self.choice.micro_batches * self.clips)
+
+    @property
+    def places(self) -> dict[str, tuple[dict[str, int], int | None]]:
+        """Bytes needed by kind, and bytes that are there or None, by place."""
+        machine, ram = self.machine, {**self.ram, **self.machine.ram_besides}
+        if machine.device_is_host:
+            ram["device"] = sum(self.device.values())
+        return {
+            "device": (dict(self.device), machine.device_bytes), "RAM": (ram, machine.ram_bytes),
+            "disk": (dict(self.disk), machine.disk_bytes),
+        }  # fmt: skip
+
+    @property
     def shortfall(self) -> dict[str, int]:
         """Bytes that are missing, by place; empty where everything fits."""
-        machine = self.machine
-        places = {
-            "device": (self.device, machine.device_bytes), "RAM": (self.ram, machine.ram_bytes),
-            "disk": (self.disk, machine.disk_bytes),
-        }  # fmt: skip
-        missing = {n: sum(need.values()) - (room or 0) for n, (need, room) in places.items()
-                   if room is not None}  # fmt: skip
+        missing = {
+            name: sum(needs.values()) - room
+            for name, (needs, room) in self.places.items()
+            if room is not None
+        }
         return {name: nbytes for name, nbytes in missing.items() if nbytes > 0}
 
     def to_dict(self) -> dict[str, Any]:
@@ -162,56 +184,20 @@ class Plan:
 
 
 def make_plan(
-    costs: ModelCosts, machine: Machine, choice: Choice, *, synchronous: bool = False
-) -> Plan:
-    """Plan a step; `costs` are those of one micro-batch."""
-    settings = _settings(choice)
-    store = costs.store(settings)
-    schedule = Schedule(
-        slots=choice.slots, micro_batches=choice.micro_batches, clip=choice.clip,
-        activations=choice.activations, tier=settings.tier, gradient_tier=settings.gradient_tier,
-        synchronous=synchronous,
-    )  # fmt: skip
-    loads = [_load(costs, unit, machine, choice) for unit in range(len(costs.units))]
+    costs: ModelCosts, machine: Machine, choice: Choice, *, clips: int = 1,
+    synchronous: bool = False,
+) -> Plan:  # fmt: skip
+    """Plan a step; `costs` are those of one micro-batch, which has so many clips."""
+    store = costs.store(_settings(choice))
     away = _inputs_away(costs, choice)
     return Plan(
-        machine=machine, choice=choice, costs=costs, store=store,
+        machine=machine, choice=choice, costs=costs, clips=clips, store=store,
         device=_device_bytes(costs, choice),
         ram={"state": store.ram_bytes} | ({"inputs": away} if choice.activations == "host" else {}),
         disk=({"state": store.disk_bytes} if store.disk_bytes else {})
         | ({"inputs": away} if choice.activations == "disk" else {}),
-        simulated=simulate(loads, schedule),
+        synchronous=synchronous,
     )  # fmt: skip
-
-
-def alternatives(plan: Plan) -> list[tuple[str, Plan]]:
-    """Plans one change away, each with the change in words: what fits first, then the fastest.
-
-    Speed is per micro-batch, since more of them are more work done.
-    """
-    choice, found = plan.choice, []
-    changes: dict[str, Choice] = {
-        f"offload.state_format={other}": replace(choice, state_format=other)
-        for other in FORMATS if other != choice.state_format
-    }  # fmt: skip
-    for place in ("device", "host", "disk"):
-        changes[f"offload.activations={place}"] = replace(choice, activations=place)
-    for factor in (2, 4):
-        more = factor * choice.micro_batches
-        changes[f"{more} micro-batches per step"] = replace(choice, micro_batches=more)
-    changes["offload.tier=disk"] = replace(choice, tier="disk")
-    spilled = replace(choice, tier="disk", gradient_tier="disk")
-    changes["offload.tier=disk offload.gradient_tier=disk"] = spilled
-    for words, other in changes.items():
-        needs_disk = "disk" in (other.tier, other.activations)
-        if other != choice and not (needs_disk and plan.machine.disk_bytes_s is None):
-            found.append((words, make_plan(plan.costs, plan.machine, other)))
-    return sorted(found, key=lambda item: (sum(item[1].shortfall.values()), pace(item[1])))
-
-
-def pace(plan: Plan) -> float:
-    """Seconds per micro-batch."""
-    return plan.simulated.step_s / plan.choice.micro_batches
 
 
 def _settings(choice: Choice) -> StoreSettings:

@@ -7,6 +7,7 @@ measurement makes it slower.
 """
 
 import ctypes
+import functools
 import json
 import threading
 import time
@@ -25,22 +26,41 @@ from megaslide.streaming.disk import RecordFile
 from megaslide.streaming.lanes import copy_bytes
 from megaslide.streaming.memory import host_memory
 
-__all__ = ["DiskRates", "Rates", "disk_rates", "measure_rates", "triad_"]
+__all__ = ["DiskRates", "Rates", "brief_rates", "disk_rates", "measure_rates", "triad_"]
 
 Progress = Callable[[int, int, str], None]
 """Called with steps done, steps in all, and what is being measured."""
 
 Transfer = Callable[[torch.Tensor, int], None]
 
-GEMM_SIZE = 2048
-ELEMENTS = 1 << 24
-"""Of the triad and of AdamW: 200 MB and more, far beyond caches."""
-COPY_BYTES = 128 << 20
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """How much work one measurement is."""
+
+    gemm_size: int
+    elements: int
+    """Of the triad and of AdamW, 12 bytes each and more: far beyond caches."""
+    copy_bytes: int
+    seconds: float
+    """For each measurement of computation or memory."""
+    runs: int
+    """Of each of them, at least; the first one warms up, if it is not the only one."""
+    disk_bytes: int
+    disk_seconds: float
+
+
 DISK_BYTES = 1 << 30
 CHUNK = 16 << 20
 """Bytes of one disk transfer, as AdamW's fp32 moments are read and written."""
-SECONDS = 0.4
-"""For each measurement of computation or memory; one run at least."""
+FULL = Effort(
+    gemm_size=2048, elements=1 << 24, copy_bytes=128 << 20, seconds=0.4, runs=1,
+    disk_bytes=DISK_BYTES, disk_seconds=1.0,
+)  # fmt: skip
+BRIEF = Effort(
+    gemm_size=768, elements=1 << 22, copy_bytes=32 << 20, seconds=0.03, runs=3,
+    disk_bytes=8 * CHUNK, disk_seconds=0.1,
+)  # fmt: skip
 TRIAD_BYTES = 12
 """Per element: two floats read, one written."""
 ADAMW_BYTES = 14 + 12
@@ -106,12 +126,15 @@ class Rates:
         return rates
 
 
-def measure_rates(folder: Path | None = Path(), progress: Progress | None = None) -> Rates:
-    """Measure everything; about five seconds, and 600 MB of memory at the most.
+def measure_rates(
+    folder: Path | None = Path(), progress: Progress | None = None, effort: Effort = FULL
+) -> Rates:
+    """Measure everything; in full about five seconds, and 600 MB of memory at the most.
 
     Args:
         folder: on the disk to be measured, with 2 GB free; None leaves the disk out.
         progress: called before each step, and when all are done.
+        effort: how long and how large each measurement is.
 
     Raises:
         InputError: the folder cannot be used or its disk is too full.
@@ -120,14 +143,14 @@ def measure_rates(folder: Path | None = Path(), progress: Progress | None = None
     values: dict[str, Any] = {}
     steps: dict[str, Callable[[], Any]] = {}
     if folder is not None:  # first, so that a folder that cannot be used is refused at once
-        steps["disk"] = lambda: disk_rates(folder)
+        steps["disk"] = lambda: disk_rates(folder, effort.disk_bytes, effort.disk_seconds)
     steps |= {
-        "gemm_fp32_flop_s": lambda: _gemm_flop_s(torch.float32),
-        "gemm_bf16_flop_s": lambda: _gemm_flop_s(torch.bfloat16),
-        "triad_bytes_s": lambda: _triad_bytes_s(threads),
-        "adamw_parameters_s": lambda: _adamw_parameters_s(threads),
-        "adamw_lane_parameters_s": lambda: _adamw_parameters_s(1),
-        "copy_bytes_s": _copy_bytes_s,
+        "gemm_fp32_flop_s": lambda: _gemm_flop_s(torch.float32, effort),
+        "gemm_bf16_flop_s": lambda: _gemm_flop_s(torch.bfloat16, effort),
+        "triad_bytes_s": lambda: _triad_bytes_s(threads, effort),
+        "adamw_parameters_s": lambda: _adamw_parameters_s(threads, effort),
+        "adamw_lane_parameters_s": lambda: _adamw_parameters_s(1, effort),
+        "copy_bytes_s": lambda: _copy_bytes_s(effort),
         "machine": lambda: probe(folder or Path()).to_dict(),
     }
     report = progress or (lambda done, total, name: None)
@@ -141,6 +164,16 @@ def measure_rates(folder: Path | None = Path(), progress: Progress | None = None
         adamw_lane_bytes_s=ADAMW_BYTES * values["adamw_lane_parameters_s"],
         **values,
     )
+
+
+@functools.cache
+def brief_rates(folder: Path | None = None) -> Rates:
+    """The same in about half a second and once per process, for a first estimate.
+
+    Raises:
+        InputError: as `measure_rates`.
+    """
+    return measure_rates(folder, effort=BRIEF)
 
 
 def disk_rates(folder: Path, nbytes: int = DISK_BYTES, seconds: float = 1.0) -> DiskRates:
@@ -182,38 +215,43 @@ def triad_(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, threads: int) -> N
     library.check_status(status)
 
 
-def _gemm_flop_s(dtype: torch.dtype) -> float:
-    a, b, out = (torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=dtype) for _ in range(3))
-    return 2 * GEMM_SIZE**3 / _best_seconds(lambda: torch.mm(a, b, out=out))
+def _gemm_flop_s(dtype: torch.dtype, effort: Effort) -> float:
+    size = effort.gemm_size
+    a, b, out = (torch.ones(size, size, dtype=dtype) for _ in range(3))
+    return 2 * size**3 / _best_seconds(lambda: torch.mm(a, b, out=out), effort)
 
 
-def _triad_bytes_s(threads: int) -> float:
-    a, b, c = (torch.ones(ELEMENTS) for _ in range(3))
+def _triad_bytes_s(threads: int, effort: Effort) -> float:
+    a, b, c = (torch.ones(effort.elements) for _ in range(3))
+    nbytes = TRIAD_BYTES * effort.elements
     if library.why_absent() is None:
-        return TRIAD_BYTES * ELEMENTS / _best_seconds(lambda: triad_(a, b, c, threads))
-    return TRIAD_BYTES * ELEMENTS / _best_seconds(lambda: torch.add(b, c, alpha=3, out=a))
+        return nbytes / _best_seconds(lambda: triad_(a, b, c, threads), effort)
+    return nbytes / _best_seconds(lambda: torch.add(b, c, alpha=3, out=a), effort)
 
 
-def _adamw_parameters_s(threads: int) -> float:
+def _adamw_parameters_s(threads: int, effort: Effort) -> float:
+    count = effort.elements
     state = AdamWState(
-        weight=torch.ones(ELEMENTS, dtype=torch.bfloat16),
-        residual=torch.zeros(ELEMENTS, dtype=torch.int16),
-        exp_avg=torch.zeros(ELEMENTS), exp_avg_sq=torch.zeros(ELEMENTS),
+        weight=torch.ones(count, dtype=torch.bfloat16),
+        residual=torch.zeros(count, dtype=torch.int16),
+        exp_avg=torch.zeros(count), exp_avg_sq=torch.zeros(count),
     )  # fmt: skip
-    grad, settings = torch.full((ELEMENTS,), 1e-3, dtype=torch.bfloat16), AdamWSettings(lr=1e-5)
-    return ELEMENTS / _best_seconds(lambda: adamw_(state, grad, settings, step=1, threads=threads))
+    grad, settings = torch.full((count,), 1e-3, dtype=torch.bfloat16), AdamWSettings(lr=1e-5)
+    return count / _best_seconds(
+        lambda: adamw_(state, grad, settings, step=1, threads=threads), effort
+    )
 
 
-def _copy_bytes_s() -> float:
-    source, target = host_memory(COPY_BYTES), host_memory(COPY_BYTES)
+def _copy_bytes_s(effort: Effort) -> float:
+    source, target = host_memory(effort.copy_bytes), host_memory(effort.copy_bytes)
     source.fill_(1)  # untouched memory is one page of zeros, which a cache holds
-    return COPY_BYTES / _best_seconds(lambda: copy_bytes(target, source))
+    return effort.copy_bytes / _best_seconds(lambda: copy_bytes(target, source), effort)
 
 
-def _best_seconds(work: Callable[[], object]) -> float:
+def _best_seconds(work: Callable[[], object], effort: Effort) -> float:
     """Of one run, after one that warms up; a run that takes all the time counts as it is."""
     taken: list[float] = []
-    while sum(taken) < SECONDS:
+    while len(taken) < effort.runs or sum(taken) < effort.seconds:
         start = time.perf_counter()
         work()
         taken.append(time.perf_counter() - start)

@@ -5,13 +5,16 @@ All three become a network on the meta device and the shapes of one micro-batch;
 Shapes: latents [B, C, T, H, W], text [B, L, D].
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megaslide.config import Config, Triple, load_config
+from megaslide.config import Config, OffloadConfig, Triple, load_config
 from megaslide.errors import InputError
 from megaslide.models.network import Network, OwnNetwork, network_of, pretrained_network
 from megaslide.models.presets import PRESETS, resolve_config
@@ -44,7 +47,10 @@ class Subject:
     text_tokens: int
     clips: int
     """In one micro-batch."""
-    choice: Choice
+    choices: tuple[Choice, ...]
+    """What the config leaves open, the preferred first; one where it says everything."""
+    offload: OffloadConfig
+    """Of the config."""
 
     @property
     def tokens(self) -> int:
@@ -61,6 +67,9 @@ class Subject:
                 "timestep": torch.empty(self.clips),
                 "encoder_hidden_states": torch.empty(self.clips, self.text_tokens, self.text_dim),
             }
+            family = None if isinstance(self.network, OwnNetwork) else self.network.family
+            if family is not None and family.pooled_dim is not None:
+                inputs["pooled_projections"] = torch.empty(self.clips, family.pooled_dim)
         if isinstance(self.network, OwnNetwork):
             model = model.to(self.dtype)
             inputs = {key: value.to(self.dtype) for key, value in inputs.items()}
@@ -77,7 +86,7 @@ def subject_of(
     Args:
         what: a preset's name, a config's YAML file, or the folder of a diffusers pipeline.
         overrides: `section.key=value`, of the sections that matter to what is named.
-        clip: frames, height, width in pixels; None takes the config's first bucket, or CLIP.
+        clip: frames, height, width in pixels; None takes the config's largest bucket, or CLIP.
         compression: pixels per latent voxel where no config names a codec.
 
     Raises:
@@ -85,7 +94,7 @@ def subject_of(
     """
     path = Path(what)
     if path.suffix in (".yaml", ".yml"):
-        return _of_run(load_config(path, list(overrides)), clip)
+        return subject_of_run(load_config(path, list(overrides)), clip)
     if path.is_dir():
         return _of_folder(what, overrides, clip or CLIP, compression)
     if what in PRESETS:
@@ -96,7 +105,12 @@ def subject_of(
     )
 
 
-def _of_run(config: Config, clip: Triple | None) -> Subject:
+def subject_of_run(config: Config, clip: Triple | None = None) -> Subject:
+    """A run's subject; its latents are the largest that it meets.
+
+    Raises:
+        InputError: a bucket, a model or a combination that cannot be.
+    """
     from megaslide.data.buckets import fit_buckets
     from megaslide.data.codecs import build_codec
     from megaslide.data.text import build_text_encoder
@@ -107,16 +121,17 @@ def _of_run(config: Config, clip: Triple | None) -> Subject:
     )
     if clip is None:
         buckets, _ = fit_buckets(config.data.buckets, codec, network.patch_size)
-        clip = buckets[0].size
-    latents = codec.latent_shape(codec.fit_size(clip, network.patch_size))
+        latents = max((bucket.latent_shape for bucket in buckets), key=math.prod)
+    else:
+        latents = codec.latent_shape(codec.fit_size(clip, network.patch_size))
     batch = config.train.train_batch_size * config.train.gradient_accumulation_steps
-    clips = config.offload.micro_batch_size or config.train.train_batch_size
+    clips = min(config.offload.micro_batch_size or config.train.train_batch_size, batch)
     bf16 = config.train.mixed_precision == "bf16"
     return Subject(
         network=network, dtype=torch.bfloat16 if bf16 else torch.float32,
         channels=codec.channels, text_dim=encoder.dim, latents=latents,
         text_tokens=encoder.max_length, clips=clips,
-        choice=_choice(config, -(-batch // clips)),
+        choices=_choices(config, -(-batch // clips)), offload=config.offload,
     )  # fmt: skip
 
 
@@ -146,7 +161,8 @@ def _pretend(
         network=network, dtype=torch.bfloat16, channels=channels, text_dim=text_dim,
         latents=_latents(clip, compression, network.patch_size), text_tokens=TEXT_TOKENS,
         clips=config.offload.micro_batch_size or 1,
-        choice=_choice(config, config.train.gradient_accumulation_steps),
+        choices=_choices(config, config.train.gradient_accumulation_steps),
+        offload=config.offload,
     )  # fmt: skip
 
 
@@ -164,11 +180,26 @@ def _latents(clip: Triple, compression: Triple, patch_size: Triple) -> Triple:
     return t, h, w
 
 
-def _choice(config: Config, micro_batches: int) -> Choice:
-    offload = config.offload
-    return Choice(
-        state_format=offload.state_format, slots=offload.slots, micro_batches=micro_batches,
-        activations="device" if offload.activations == "auto" else offload.activations,
-        tier=offload.tier, gradient_tier=offload.gradient_tier,
-        clip=config.optim.max_grad_norm is not None, ema=config.train.use_ema,
+OPEN: dict[str, tuple[Any, ...]] = {
+    "state_format": ("split", "split8"),
+    "tier": ("ram", "disk"),
+    "gradient_tier": ("ram", "disk"),
+    "activations": ("device", "host"),
+    "slots": (2, 3, 4),
+}
+"""What `auto` may become, by key of `offload`, the preferred first. A disk wears and is slow:
+inputs of blocks go there only when told to, state only where RAM is too small."""
+
+
+def _choices(config: Config, micro_batches: int) -> tuple[Choice, ...]:
+    told = {name: getattr(config.offload, name) for name in OPEN}
+    values = [OPEN[name] if value == "auto" else (value,) for name, value in told.items()]
+    found = [dict(zip(OPEN, chosen, strict=True)) for chosen in product(*values)]
+    return tuple(
+        Choice(
+            **chosen, micro_batches=micro_batches,
+            clip=config.optim.max_grad_norm is not None, ema=config.train.use_ema,
+        )
+        for chosen in found
+        if chosen["tier"] == "disk" or chosen["gradient_tier"] == "ram"
     )  # fmt: skip

@@ -101,10 +101,10 @@ class StreamedModel:
         updated = self._optimizer.updated
         self._slots = SlotCache(transfer, self.store, blocks, options.slots, updated)
         self._gradients = GradientBuffers(transfer, self.store, units)
-        where = "device" if options.activations == "auto" else options.activations
         folder = None if options.activation_dir is None else Path(options.activation_dir)
+        activations = Activations(transfer, options.activations, folder)
         self._executor = Executor(
-            transfer, units, self._slots, self._gradients, Activations(transfer, where, folder),
+            transfer, units, self._slots, self._gradients, activations,
             options.micro_batch_size, options.shared_inputs,
         )  # fmt: skip
         self._place_resident()

@@ -42,9 +42,8 @@ class StreamOptions:
     Masters are fp32 either way, initialised from the given values exactly."""
     slots: int = 2
     """Device-side buffers of one block each, 2 or more."""
-    activations: str = "auto"
-    """Where the inputs of blocks wait for the backward pass: device, host or disk. `auto` is the
-    device."""
+    activations: str = "device"
+    """Where the inputs of blocks wait for the backward pass: device, host or disk."""
     activation_dir: Path | str | None = None
     """Folder of the file of `activations="disk"`; None takes the system's temporary folder."""
     device_budget: int | None = None

@@ -52,9 +52,7 @@ def encoder_placement(offload: OffloadConfig) -> Callable[[nn.Module], Any]:
             return model.to(device)
         blocks = largest_list(model)
         frozen = model.requires_grad_(False)
-        streamed = stream(
-            frozen, device=device, blocks=[blocks], slots=offload.slots, device_budget=budget
-        )
+        streamed = stream(frozen, device=device, blocks=[blocks], device_budget=budget)
         return StreamedEncoder(streamed, torch.device(device))
 
     return place

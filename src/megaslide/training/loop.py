@@ -17,6 +17,7 @@ from megaslide import runs
 from megaslide.config import Config, save_config
 from megaslide.errors import InputError
 from megaslide.evaluation.validation import ValidationLoss
+from megaslide.planning.run import RunPlan, plan_run
 from megaslide.tracing import Span
 from megaslide.training.logs import RunLog
 from megaslide.training.trainer import Trainer
@@ -54,18 +55,27 @@ class TrainResult:
 
 
 def train(config: Config, on_progress: Progress | None = None) -> TrainResult:
-    """Train as configured; resumes, logs, validates, samples and saves on the way.
+    """Plan a run and carry it out.
+
+    Raises:
+        InputError: unusable configuration, data, checkpoint or disk, or what does not fit.
+        NonFiniteLossError: the loss or the gradient norm is not finite.
+    """
+    return train_planned(plan_run(config), on_progress)
+
+
+def train_planned(planned: RunPlan, on_progress: Progress | None = None) -> TrainResult:
+    """Train as planned; resumes, logs, validates, samples and saves on the way.
 
     Ctrl-C (SIGINT) saves a checkpoint after the current step and returns `interrupted=True`.
 
-    Raises:
-        InputError: unusable configuration, data, checkpoint or disk.
-        NonFiniteLossError: the loss or the gradient norm is not finite.
+    Raises: as `train`.
     """
+    config = planned.config
     run = Path(config.output_dir)
     source = _resume_source(config)
     with ExitStack() as stack:
-        trainer = Trainer(config)
+        trainer = Trainer(planned)
         stack.callback(trainer.close)
         run.mkdir(parents=True, exist_ok=True)
         runs.require_space(run, trainer.checkpoint_bytes, "one checkpoint")

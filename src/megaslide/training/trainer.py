@@ -29,8 +29,9 @@ from megaslide.evaluation.validation import (
     validation_batches,
     validation_loss,
 )
-from megaslide.models.network import Network, network_of
+from megaslide.models.network import Network
 from megaslide.models.pretrained.source import SCHEDULER
+from megaslide.planning.run import RunPlan
 from megaslide.sampling import (
     family_pipeline,
     generate,
@@ -56,15 +57,13 @@ class NonFiniteLossError(RuntimeError):
 class Trainer:
     """One run: model, data, objective and their state."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, planned: RunPlan) -> None:
+        self.planned, self.config = planned, planned.config
+        config = self.config
         self.run = Path(config.output_dir)
         self.codec = build_codec(config.data.codec)
         self.text_encoder = build_text_encoder(config.data.text, encoder_placement(config.offload))
-        self.network = network_of(
-            config, channels=self.codec.channels, text_dim=self.text_encoder.dim,
-            pooled_dim=self.text_encoder.pooled_dim,
-        )  # fmt: skip
+        self.network = planned.network
         self.recipe = recipe_of(config, self.network)
         self.dataset = LatentDataset(config.data.cache_dir, split="train", expect=config.data)
         self.validation = validation_batches(config)
@@ -272,12 +271,8 @@ class Trainer:
             max_grad_norm=optim.max_grad_norm,
             micro_batch_size=config.offload.micro_batch_size or config.train.train_batch_size,
             dtype=self.network.stream_dtype(self.dtype),
-            slots=config.offload.slots,
-            tier=config.offload.tier,
-            state_format=config.offload.state_format,
-            gradient_tier=config.offload.gradient_tier,
+            **self.planned.engine_options,
             disk_path=config.offload.disk_path or self.run / "state",
-            activations=config.offload.activations,
             activation_dir=config.offload.activation_dir,
             device_budget=_bytes(config.offload.device_budget_gb),
             link_gb_s=config.offload.link_gb_s,

@@ -1,4 +1,4 @@
-"""The report's charts as inline SVG, drawn here so that the page loads nothing and needs no script.
+"""Charts as inline SVG, drawn here so that the page loads nothing and needs no script.
 
 Positions are percentages of the drawing and only curves are stretched, so a chart fills a phone or
 a desktop with the same 12-pixel text. Colours are CSS classes: the page's light and dark themes
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from megaslide.demo.quantities import format_bytes, format_count, format_number, format_seconds
+from megaslide.pages.quantities import format_bytes, format_count, format_number, format_seconds
 from megaslide.tracing import Span
 
 Points = Sequence[tuple[float, float]]
@@ -24,6 +24,9 @@ LANE_NAMES = {
     "compute": "compute: blocks, forward and backward",
     "d2h": "d2h: gradients to the host",
     "adamw": "adamw: the update, on the CPU",
+    "disk_weights": "disk_weights: weights from the disk, for h2d",
+    "disk_read": "disk_read: state from the disk, for adamw",
+    "disk_write": "disk_write: state back to the disk",
 }
 DEVICE_PARTS = {
     "slots": "slots (streamed weights)",
@@ -31,11 +34,26 @@ DEVICE_PARTS = {
     "resident": "resident unit (embeddings, head)",
     "activations": "activations",
 }
+KINDS = {
+    **DEVICE_PARTS,
+    "gradients": "gradients",
+    "inputs": "inputs of blocks",
+    "working": "working memory of one block",
+    "device": "the device's, in the same memory",
+    "staging": "staging for the disk",
+    "residual": "residuals (low bits of masters)",
+    "master": "fp32 masters",
+    "ema": "moving average",
+}
+"""Names of kinds of bytes that are not clear by themselves."""
 
 _CURVE_UNITS = 1000
 _DRAWN_POINTS = 1500
 _SMALLEST_SHARE = 1 / 1200
 """Part of the timeline below which a span is about a pixel wide and is merged with others."""
+
+_THIN_SHARE = 1 / 250
+"""Part of the timeline below which a span has no border, which would cover it."""
 
 _LABELLED_SHARE = 0.1
 """Part of the timeline from which a span has room for its name; the page hides names on a phone."""
@@ -133,6 +151,19 @@ def memory_bars(memory: Mapping[str, float]) -> str:
         bars += _bar("Device memory, peak, enlarged", parts, peak, max(peak, 1))
     legend = [(name, f"{DEVICE_PARTS.get(name, name)}: {format_bytes(n)}") for name, n in parts]
     return bars + _legend(legend, "swatch")
+
+
+def room_bar(title: str, parts: Mapping[str, float], room: float | None) -> str:
+    """Bytes by kind against the room that there is, which a line marks where it is known.
+
+    The scale is the larger of the two, so what is missing lies right of the line.
+    """
+    total = sum(parts.values())
+    shown = [(name, n) for name, n in parts.items() if n > 0]
+    head = format_bytes(total) + (f" of {format_bytes(room)}" if room is not None else "")
+    bar = _bar(title, shown, total, max(total, room or 0, 1), head=head, mark=room)
+    legend = [(name, f"{KINDS.get(name, name)}: {format_bytes(n)}") for name, n in shown]
+    return bar + _legend(legend, "swatch")
 
 
 def device_parts(memory: Mapping[str, float]) -> tuple[list[tuple[str, float]], float]:
@@ -271,14 +302,20 @@ def _dots(points: Points, steps: Scale, losses: Scale) -> list[str]:
     ]
 
 
-def _bar(title: str, parts: Iterable[tuple[str, float]], total: float, largest: float) -> str:
+def _bar(
+    title: str, parts: Iterable[tuple[str, float]], total: float, largest: float, *,
+    head: str = "", mark: float | None = None,
+) -> str:  # fmt: skip
     boxes, left = [], 0.0
     for name, size in parts:
-        hover = f"{DEVICE_PARTS.get(name, name)}: {format_bytes(size)}"
+        hover = f"{KINDS.get(name, name)}: {format_bytes(size)}"
         boxes.append(_rect(left / largest, size / largest, _css(name), hover))
         left += size
-    head = f"<p>{title} <b>{format_bytes(total)}</b></p>"
-    return f"<div class='bar'>{head}{_svg(title, 'parts', 22, boxes)}</div>"
+    if mark is not None:
+        x = _percent(mark / largest)
+        boxes.append(f"<line x1='{x}' x2='{x}' y1='0' y2='100%' class='room'/>")
+    words = f"<p>{escape(title)} <b>{head or format_bytes(total)}</b></p>"
+    return f"<div class='bar'>{words}{_svg(title, 'parts', 22, boxes)}</div>"
 
 
 def _box(group: Sequence[Span], first: float, times: Scale) -> str:
@@ -292,6 +329,7 @@ def _box(group: Sequence[Span], first: float, times: Scale) -> str:
     width = max(times.fraction(end - start), _SMALLEST_SHARE)
     left = times.fraction(start - first)
     phase = "forward" if group[0].name.startswith("forward") else "span"
+    phase += " thin" if width < _THIN_SHARE else ""
     box = _rect(left, width, phase, title)
     short = group[0].name.rpartition(" ")[2]
     if width < _LABELLED_SHARE or len(short) > 9:
