@@ -316,7 +316,9 @@ def bench(
     context: typer.Context,
     name: Annotated[
         str,
-        typer.Argument(help="adamw, adaptation, attention, disk, loading, plan, streaming."),
+        typer.Argument(
+            help="adamw, adaptation, attention, disk, loading, memory, plan, streaming."
+        ),
     ],
 ) -> None:
     """Measure this machine with a benchmark of the repository."""
