@@ -232,9 +232,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         first = row["seed"] == min(r["seed"] for r in rows)
         label = row["arm"] if first else None
         axes.plot(steps, losses, "o-", ms=4, lw=1, alpha=0.8, color=colour, label=label)
-    axes.set(xlabel="steps after conversion", ylabel="eval/loss", yscale="log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:.2g}")
+    axes.set(xlabel="steps after conversion", ylabel="eval/loss")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, title="one line per seed")
     figure.savefig(path, dpi=120, metadata={"Software": None})

@@ -18,6 +18,7 @@ from benchmarks.quality.tables import (
     Row,
     against,
     equal_time,
+    of_sprite,
     rows_of,
     select,
     worlds_of,
@@ -35,6 +36,7 @@ HEAD = [
     "mean",
     "mean, sprite's cells",
     f"against {BASELINE}",
+    f"sprite's cells, against {BASELINE}",
 ]
 _LEAD = (
     "The same small video transformer, trained on synthetic latent videos of known motion, "
@@ -85,13 +87,17 @@ def summary(results: Sequence[Result]) -> str:
     """The tables as Markdown."""
     parts = [f"# {TITLE}\n", f"{len(results)} runs of {results[0]['settings']['steps']} steps.\n"]
     for world in worlds_of(results):
-        lines = [HEAD, ["---"] * len(HEAD), *_lines(rows_of(results, world))]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        parts.append(f"## {world}\n\n{table}\n")
+        parts.append(f"## {world}\n\n{markdown_table(rows_of(results, world))}\n")
     seconds, losses = equal_time(select(results, world="base") or results)
     parts.append(f"## base, after {seconds:.0f} s of CPU\n")
     parts += [f"- {arm}: {_numbers(values)}" for arm, values in _ranked(losses)]
     return "\n".join(parts) + "\n"
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """One line per arm, lowest mean loss first."""
+    lines = [HEAD, ["---"] * len(HEAD), *_lines(rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _table(world: str, rows: Sequence[Row]) -> str:
@@ -117,6 +123,7 @@ def _lines(rows: Sequence[Row]) -> list[list[str]]:
             f"{row.mean:.4f}",
             f"{statistics.fmean(row.sprite_losses):.4f}",
             against(row, baseline),
+            against(of_sprite(row), baseline and of_sprite(baseline)),
         ]
         for row in sorted(rows, key=lambda row: row.mean)
     ]
@@ -164,7 +171,8 @@ def _picture(name: str, caption: str, figure: Figure, folder: Path) -> str:
     data = base64.b64encode(drawn.getvalue()).decode("ascii")
     return (
         f"<h2>{escape(name.replace('_', ' '))}</h2><p class='note'>{escape(caption)}</p>"
-        f"<img style='max-width:100%' alt='{escape(caption)}' src='data:image/png;base64,{data}'>"
+        f"<div class='wide'><img style='max-width:100%;min-width:640px' alt='{escape(caption)}' "
+        f"src='data:image/png;base64,{data}'></div>"
     )
 
 
