@@ -22,7 +22,8 @@ BENCHMARKS := $(wildcard benchmarks/bench_*.py)
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format bench ablation native native-test sanitize clean
+.PHONY: help demo test test-slow check format bench gpu-check ablation native native-test
+.PHONY: sanitize clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
@@ -52,6 +53,10 @@ format: $(DEV_STAMP) ## Format the code, apply safe lint fixes, write the genera
 
 bench: $(DEV_STAMP) ## Run the benchmarks; each writes JSON.
 	@set -e; for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python "$$script"; done
+
+# Without set-up: it runs where nothing can be installed, on the torch that is there.
+gpu-check: ## On a machine with a GPU: check and measure everything in 8 minutes.
+	@$(if $(wildcard $(DEV_STAMP)),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_check
 
 ablation: $(DEV_STAMP) ## Compare kinds of attention on known motion (hours); goes on where stopped.
 	@$(BIN)/python -m benchmarks.quality

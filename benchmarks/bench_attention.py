@@ -96,12 +96,12 @@ def grid_sample_attention(
     keys, values = (
         F.grid_sample(
             x[0].permute(3, 4, 0, 1, 2),  # [heads,d,T,H,W]
-            points.expand(HEADS, -1, -1, -1, -1), padding_mode="border", align_corners=True,
+            points.expand(q.shape[4], -1, -1, -1, -1), padding_mode="border", align_corners=True,
         ).squeeze(-1)
         for x in (k, v)
     )  # fmt: skip
     query = q[0].flatten(0, 2).transpose(0, 1)  # [heads,N,d]
-    scores = torch.einsum("hnd,hdnk->hnk", query, keys) * HEAD_DIM**-0.5
+    scores = torch.einsum("hnd,hdnk->hnk", query, keys) * q.shape[5] ** -0.5
     out = torch.einsum("hnk,hdnk->hnd", scores.softmax(-1), values)
     return out.transpose(0, 1).reshape(q.shape)
 

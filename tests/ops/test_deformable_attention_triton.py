@@ -22,7 +22,7 @@ from megaslide.ops.deformable_attention import deformable_attention, triton_back
 HERE = Path(__file__).parent
 CASES = (
     "none", "shift", "affine", "affine, 3x3x3", "tap", "far outside", "zero offsets",
-    "an axis of one voxel", "a frame at a time", "bf16",
+    "an axis of one voxel", "a frame at a time", "bf16", "fp16",
 )  # fmt: skip
 
 
@@ -44,8 +44,8 @@ def interpreted() -> dict[str, dict[str, float]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(interpreted: dict[str, dict[str, float]], name: str) -> None:
-    # bf16 rounds `out`, and the gradients of scores are differences from its product with grad_out.
-    bound = 3e-2 if name == "bf16" else 3e-6
+    # Halves round `out`; gradients of scores are differences from its product with grad_out.
+    bound = {"bf16": 3e-2, "fp16": 4e-3}.get(name, 3e-6)
     found = interpreted[name]
     assert {"out", "q", "k", "v"} <= found.keys()
     assert ("offsets" in found) == (name != "none")
@@ -62,21 +62,39 @@ POINTERS = {
 }  # fmt: skip
 
 
-def compile_for(kernel: Any, arch: int, kind: int, d: int, tile: tuple[int, ...]) -> Any:
-    """bf16, a window of 3x7x7, 32 extra keys at a time; nothing of it needs a GPU."""
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def extra_blocks(kernel: Any, dtype: str) -> dict[str, int]:
+    """As `triton_launch` has them for gradients of extra keys."""
+    alone = "BLOCK_Q" in inspect.signature(kernel.fn).parameters and dtype == "fp32"
+    return {"BLOCK_E": 16, "BLOCK_Q": 16} if alone else {}
+
+
+SHAPES = {
+    "T", "H", "W", "heads", "groups", "E", "rows", "split", "t0", "t1", "p0", "p1",
+    *(f"{what}_{axis}" for what in ("low", "box") for axis in "thw"),
+}  # fmt: skip
+
+
+def compile_for(
+    kernel: Any, arch: int, kind: int, d: int, tile: tuple[int, ...], dtype: str = "bf16"
+) -> Any:
+    """A window of 3x7x7, 32 extra keys at a time; nothing of it needs a GPU."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = list(inspect.signature(kernel.fn).parameters)
+    dot = getattr(triton.language, DTYPES[dtype])
     constants = {
-        "D": d, "BLOCK_D": d, "DOT": triton.language.bfloat16, "KT": 3, "KH": 7, "KW": 7,
+        "D": d, "BLOCK_D": d, "DOT": dot, "KT": 3, "KH": 7, "KW": 7,
         "KIND": kind, "BLOCK_T": tile[0], "BLOCK_H": tile[1], "BLOCK_W": tile[2],
-        "BLOCK_E": 32, "BLOCK_Q": 32, "BLOCK": 64,
+        "BLOCK_E": 32, "BLOCK_Q": 32, "BLOCK": 64, **extra_blocks(kernel, dtype),
     }  # fmt: skip
     constants = {name: x for name, x in constants.items() if name in names}
     types = dict.fromkeys(names, "i32") | {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
-    types |= dict.fromkeys(POINTERS["fp32"], "*fp32") | dict.fromkeys(POINTERS["half"], "*bf16")
+    types |= dict.fromkeys(POINTERS["fp32"], "*fp32") | dict.fromkeys(POINTERS["half"], f"*{dtype}")
     types = {name: types[name] for name in names}
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"
@@ -111,14 +129,18 @@ def usage(compiled: Any, folder: Path) -> dict[str, int]:
     }
 
 
-def assert_fits(kernel: Any, arch: int, kind: int, d: int, folder: Path) -> None:
+def assert_fits(
+    kernel: Any, arch: int, kind: int, d: int, folder: Path, dtype: str = "bf16"
+) -> None:
     from megaslide.ops.deformable_attention import triton_launch
 
     tile = triton_launch.BACKWARD_TILES[d]
-    used = usage(compile_for(kernel, arch, kind, d, tile), folder)
-    assert used["spilled"] <= 16, used  # bytes: two numbers stored and loaded
+    used = usage(compile_for(kernel, arch, kind, d, tile, dtype), folder)
+    # Bytes: two numbers stored and loaded; in fp32, whose dense products use no tensor cores, more.
+    assert used["spilled"] <= (512 if dtype == "fp32" else 16), used
     assert used["registers"] <= 255, used
-    assert used["shared"] <= 54 * 1024, used  # three programs share the 164 KiB of sm_80
+    programs = 2 if dtype == "fp32" else 3  # that share the 164 KiB of sm_80
+    assert used["shared"] <= 164 * 1024 // programs, used
 
 
 def kernels() -> dict[str, Any]:
@@ -143,6 +165,27 @@ def test_compiles_within_bounds(name: str, arch: int, d: int, tmp_path: Path) ->
     kinds = (0,) if name in ("extra_kernel", "share_kernel") else (0, 1, 2, 3)
     for kind in kinds:
         assert_fits(kernels()[name], arch, kind, d, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize(
+    "name", ["forward_kernel", "queries_kernel", "keys_kernel", "extra_kernel"]
+)
+def test_other_dtypes_compile_within_bounds(name: str, dtype: str, tmp_path: Path) -> None:
+    assert_fits(kernels()[name], 90, 2, 128, tmp_path, dtype)
+
+
+def test_no_kernel_is_compiled_anew_for_a_shape() -> None:
+    """Triton compiles for integers that are 1 or multiples of 16, unless told not to."""
+    for name, kernel in kernels().items():
+        integers = [p.name for p in kernel.params if not p.is_constexpr and p.name in SHAPES]
+        assert integers, name
+        assert all(p.do_not_specialize for p in kernel.params if p.name in SHAPES), name
+        known = {*integers, *POINTERS["fp32"], *POINTERS["half"], "scale"}
+        assert {p.name for p in kernel.params if not p.is_constexpr} == known & set(
+            kernel.arg_names
+        ), name
 
 
 @pytest.mark.slow

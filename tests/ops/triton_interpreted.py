@@ -32,6 +32,7 @@ CASES = {
         "size": (5, 2, 3), "window": (2, 1, 2), "kind": "shift", "heads": 1, "bound": 1,
     },
     "bf16": {**SMALL, "kind": "affine", "heads": 1, "extra": 2, "dtype": torch.bfloat16},
+    "fp16": {**SMALL, "kind": "affine", "heads": 1, "extra": 2, "dtype": torch.float16},
 }  # fmt: skip
 
 

@@ -50,6 +50,9 @@ def test_host_memory_is_page_locked_once_and_given_back(
         locked = opened[-1].locked.copy()
         buffers = {(b.data_ptr(), b.nbytes) for b in streamed.store.buffers if b.nbytes}
         assert buffers <= set(locked)
+        if tier == "ram":  # what only AdamW reads need not be
+            arenas = {k: (a.data_ptr(), a.nbytes) for k, a in streamed.store.arenas.items()}
+            assert {k for k, place in arenas.items() if place in locked} == {"weights", "gradients"}
         kept = len(locked)
         toys.train_streamed(streamed, toys.batches(2))
         assert len(opened[-1].locked) == kept  # nothing new from step to step

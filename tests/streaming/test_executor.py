@@ -8,9 +8,11 @@ import pytest
 import torch
 import toys
 from plain_adamw import PlainAdamW
+from threaded_runtime import FREE_BYTES
 from torch import nn
 
-from megaslide.streaming import NonFiniteGradientError, TransferHooks, stream
+from megaslide.errors import InputError
+from megaslide.streaming import NonFiniteGradientError, StreamOptions, TransferHooks, stream
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -33,15 +35,15 @@ def check(
     torch.manual_seed(11)
     got_losses, got_norms = toys.train_streamed(streamed, data)
     if exact:
-        assert (got_losses, got_norms) == (losses, norms)
-    assert got_losses == pytest.approx(losses, rel=1e-6)
-    assert got_norms == pytest.approx(norms, rel=1e-5)
+        assert (got_losses, got_norms) == toys.like((losses, norms))
+    assert got_losses == pytest.approx(losses, rel=toys.within(1e-6, 1e-4))
+    assert got_norms == pytest.approx(norms, rel=toys.within(1e-5, 1e-4))
     weights = {name: p.detach() for name, p in plain.named_parameters()}
-    assert toys.largest_relative(streamed.state_dict(), weights) < 3e-6
+    assert toys.largest_relative(streamed.state_dict(), weights) < toys.within(3e-6, 1e-2)
     for (name, ours), (_, theirs) in zip(
         streamed.module.named_buffers(), plain.named_buffers(), strict=True
     ):
-        assert torch.equal(ours, theirs), name
+        assert toys.same(ours, theirs), name
     return streamed
 
 
@@ -77,6 +79,7 @@ def test_buffers_see_every_micro_batch_in_turn() -> None:
     torch.manual_seed(3)
     plain = build()
     streamed = stream(copy.deepcopy(plain), blocks=["blocks"], micro_batch_size=2, hooks=HOOKS)
+    plain.to(toys.DEVICE)
     item = toys.batches(1)[0]
     toys.loss_of(streamed, item).backward()
     hidden, shift = plain.embed(item[0]), plain.condition(item[1])
@@ -85,10 +88,10 @@ def test_buffers_see_every_micro_batch_in_turn() -> None:
     for (name, ours), (_, theirs) in zip(
         streamed.module.named_buffers(), plain.named_buffers(), strict=True
     ):
-        assert torch.equal(ours, theirs), name
+        assert toys.same(ours, theirs), name
     (plain.head(hidden) - item[2]).square().mean().backward()
     expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
-    assert streamed.step().grad_norm == pytest.approx(expected.item(), rel=1e-5)
+    assert streamed.step().grad_norm == pytest.approx(expected.item(), rel=toys.within(1e-5, 1e-4))
 
 
 class Twice(nn.Module):
@@ -105,7 +108,7 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("micro", [None, 1, 3])
 def test_pytrees_variadic_arguments_and_outputs_of_every_kind(micro: int | None) -> None:
-    table = torch.linspace(-1, 1, 7 * DIM).view(1, 7, DIM)
+    table = torch.linspace(-1, 1, 7 * DIM, device=toys.DEVICE).view(1, 7, DIM)
 
     def call(block: Any, hidden: Tensor, shift: Tensor) -> Tensor:
         out = block(hidden, None, table, given=[{"shift": shift}], unused=3)
@@ -131,17 +134,18 @@ def test_parameters_of_mixed_dtypes_in_a_block() -> None:
     torch.manual_seed(3)
     plain = stack(Mixed, lambda b, h, s: b(h, s))()
     streamed = stream(copy.deepcopy(plain), blocks=["blocks"], hooks=HOOKS, **ADAMW)
+    plain.to(toys.DEVICE)
     item = toys.batches(1)[0]
     losses = []
     for model in (plain, streamed):
         loss = toys.loss_of(model, item)
         loss.backward()
         losses.append(loss.item())
-    assert losses[0] == losses[1]
+    assert losses[1:] == toys.like(losses[:1])
     gradients = [p.grad for p in plain.parameters()]
     assert {g.dtype for g in gradients} == {torch.float32, torch.bfloat16}
     norm = torch.nn.utils.get_total_norm([g.float() for g in gradients])
-    assert streamed.step().grad_norm == pytest.approx(norm.item(), rel=1e-6)
+    assert streamed.step().grad_norm == pytest.approx(norm.item(), rel=toys.within(1e-6, 1e-4))
     assert streamed.state_dict()["blocks.1.linear.weight"].dtype == torch.bfloat16
 
 
@@ -150,25 +154,26 @@ def test_autocast_of_the_caller_holds_in_recompute() -> None:
     plain, streamed = toys.net(), stream(toys.net(), hooks=HOOKS, **ADAMW)
     losses = []
     for model in (plain, streamed):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(toys.DEVICE, torch.bfloat16):
             loss = toys.loss_of(model, item)
         loss.backward()
         losses.append(loss.item())
-    assert losses[0] == losses[1]
+    assert losses[1:] == toys.like(losses[:1])
     streamed._gradients.send_resident()
     streamed.finish()
     for index, unit in enumerate(streamed.store.units):
         for p in unit.trainable:
-            want = plain.get_parameter(p.name).grad
+            want = plain.get_parameter(p.name).grad.cpu()
             got = p.weight(streamed.store.gradient(index))
-            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6 * float(want.abs().max()))
+            bound = toys.within(1e-6, 1e-2)  # on a GPU, sums in bf16 of another order
+            torch.testing.assert_close(got, want, rtol=bound, atol=bound * float(want.abs().max()))
 
 
 def test_eval_without_grad_is_plain_and_leaves_dropout_off() -> None:
     x, c, _ = toys.batches(1)[0]
     plain, streamed = toys.net(dropout=0.5).eval(), stream(toys.net(dropout=0.5)).eval()
     with torch.no_grad():
-        assert torch.equal(streamed(x, c), plain(x, c))
+        assert toys.same(streamed(x, c), plain(x, c))
     assert not streamed(x, c)[0].isnan().any()
 
 
@@ -185,7 +190,7 @@ def test_two_forwards_then_two_backwards_in_either_order() -> None:
         optimizer.step()
         streamed.step()
         weights = {name: p.detach() for name, p in plain.named_parameters()}
-        assert toys.largest_relative(streamed.state_dict(), weights) < 1e-6
+        assert toys.largest_relative(streamed.state_dict(), weights) < toys.within(1e-6, 1e-2)
 
 
 def test_many_bf16_backwards_add_up_in_fp32() -> None:
@@ -247,7 +252,9 @@ class Table(nn.Module):
 
 
 def test_table_as_long_as_the_batch_can_be_named() -> None:
-    table = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)  # 4 is the batch's size too
+    table = torch.linspace(-1, 1, 4 * DIM, device=toys.DEVICE).view(
+        4, DIM
+    )  # 4 is the batch's size too
     make = stack(Table, lambda b, h, s: b(h, s, table=table))
     check(make, blocks=["blocks"], micro_batch_size=1, shared_inputs=["table"], exact=False)
     streamed = stream(make(), blocks=["blocks"], micro_batch_size=1)
@@ -258,7 +265,7 @@ def test_table_as_long_as_the_batch_can_be_named() -> None:
 
 
 def test_argument_that_was_shared_and_now_looks_split_is_refused() -> None:
-    table = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)
+    table = torch.linspace(-1, 1, 4 * DIM, device=toys.DEVICE).view(4, DIM)
     make = stack(Table, lambda b, h, s: b(h, s, table))
     streamed = stream(make(), blocks=["blocks"], micro_batch_size=2)
     toys.loss_of(streamed, toys.batches(1, size=6)[0]).backward()
@@ -319,8 +326,46 @@ def test_exception_in_forward_or_recompute_leaves_the_engine_usable(
     streamed.zero_grad()
     losses, norms = toys.train_streamed(streamed, data)
     expected_losses, expected_norms = toys.train_plain(plain, data, **ADAMW)
-    assert losses == pytest.approx(expected_losses, rel=1e-6)
-    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    assert losses == pytest.approx(expected_losses, rel=toys.within(1e-6, 1e-4))
+    assert norms == pytest.approx(expected_norms, rel=toys.within(1e-5, 1e-4))
+
+
+@pytest.mark.parametrize("fail_at", [1, 3])
+def test_out_of_device_memory_says_what_holds_it_and_what_to_lower(
+    fail_at: int, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    room = False
+
+    def full(self: Faulty, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == fail_at and not room:
+            raise torch.OutOfMemoryError("Tried to allocate 3.00 GiB.")
+        return torch.tanh(self.linear(hidden))
+
+    monkeypatch.setattr(Faulty, "forward", full)
+    make = stack(Faulty, lambda b, h, s: b(h) + s[:, None])
+    streamed = stream(make(), blocks=["blocks"], micro_batch_size=2, slots=3)
+    data = toys.batches(1)
+    with pytest.raises(InputError) as raised:
+        toys.loss_of(streamed, data[0]).backward()
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+    text, held = str(raised.value), streamed.device_bytes
+    for kind in ("slots", "gradients", "resident"):
+        assert f"{kind} {held[kind]}" in text
+    free = {"cpu": "free: unknown", "streams": f"free: {FREE_BYTES} bytes"}
+    assert free.get(backend, "free: ") in text
+    assert "Tried to allocate 3.00 GiB" in text
+    assert "a smaller micro_batch_size (now 2) or activations='host'" in text
+    assert "slots=2 (now 3)" in text
+    room = True
+    streamed.zero_grad()
+    toys.train_streamed(streamed, data)  # usable
+
+
+def test_advice_names_only_what_can_still_be_lowered() -> None:
+    least = StreamOptions(micro_batch_size=1, activations="disk", slots=2)
+    assert least.memory_advice == "take shorter or smaller clips"
+    assert "(now the whole batch)" in StreamOptions().memory_advice
 
 
 # Updates that start as gradients land ----------------------------------------------------------
@@ -343,9 +388,9 @@ def test_final_backward_changes_nothing_but_the_time(clip: float | None) -> None
     plain = toys.net()
     losses, _ = toys.train_plain(plain, data, max_grad_norm=clip, **ADAMW)
     streamed = stream(toys.net(), max_grad_norm=clip, hooks=HOOKS, **ADAMW)
-    assert train_early(streamed, data) == losses
+    assert train_early(streamed, data) == toys.like(losses)
     for name, weight in streamed.state_dict().items():
-        assert torch.equal(weight, plain.get_parameter(name)), name
+        assert toys.same(weight, plain.get_parameter(name)), name
 
 
 def test_updates_end_before_the_backward_pass_does() -> None:
@@ -379,7 +424,7 @@ def test_block_used_twice_is_updated_once_after_its_last_gradient() -> None:
     plain = build()
     losses, _ = toys.train_plain(plain, data, max_grad_norm=None, **ADAMW)
     streamed = stream(build(), blocks=["blocks"], max_grad_norm=None, hooks=HOOKS, **ADAMW)
-    assert train_early(streamed, data) == pytest.approx(losses, rel=1e-6)
+    assert train_early(streamed, data) == pytest.approx(losses, rel=toys.within(1e-6, 1e-4))
 
 
 def test_accumulation_ends_in_the_final_backward() -> None:

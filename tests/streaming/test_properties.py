@@ -88,13 +88,13 @@ def test_only_the_summation_order_of_micro_batches_shows(
     assert (losses, norms) == calm[:2]
     assert all(torch.equal(weights[k], v) for k, v in calm[2].items())
     expected = plain(depth, clip)
-    assert losses == pytest.approx(expected[0], rel=bound)
+    assert losses == pytest.approx(expected[0], rel=toys.within(bound, 1e-4))
     if bound > 1e-5:
         return
     if micro == BATCH:
-        assert (losses, norms) == expected[:2]
-    assert norms == pytest.approx(expected[1], rel=1e-5)
-    assert toys.largest_relative(weights, expected[2]) < 1e-5
+        assert (losses, norms) == toys.like(expected[:2])
+    assert norms == pytest.approx(expected[1], rel=toys.within(1e-5, 1e-4))
+    assert toys.largest_relative(weights, expected[2]) < toys.within(1e-5, 1e-2)
 
 
 def test_spans_name_every_kind_of_work() -> None:

@@ -79,9 +79,15 @@ def scenario(folder: Path) -> list[Any]:
     return seen
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return scenario(tmp_path_factory.mktemp("expected"))
+_expected: dict[str, list[Any]] = {}
+"""By device: all backends of one have the same bits."""
+
+
+@pytest.fixture
+def expected(backend: str, tmp_path: Path) -> list[Any]:
+    if toys.DEVICE not in _expected:
+        _expected[toys.DEVICE] = scenario(tmp_path)
+    return _expected[toys.DEVICE]
 
 
 def test_nothing_is_unordered_and_every_wait_is_listed(

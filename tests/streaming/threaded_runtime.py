@@ -19,6 +19,7 @@ import torch
 from megaslide.streaming.lanes import copy_bytes
 from megaslide.streaming.transfer import NAN_BYTE
 
+FREE_BYTES = 12345
 RARE = 0.05
 """Part of the events on the compute stream that are late."""
 
@@ -136,6 +137,9 @@ class ThreadedRuntime:
 
     def peak(self) -> int:
         return 0
+
+    def free(self) -> int:
+        return FREE_BYTES
 
     def _rare_delay(self) -> float:
         return self._max_delay_s if self._random.random() < RARE else 0.0

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from plain_adamw import PlainAdamW
 from torch import nn
@@ -46,7 +47,7 @@ class Net(nn.Module):
 
 def net(seed: int = 0, **options: Any) -> Net:
     torch.manual_seed(seed)
-    return Net(**options)
+    return Net(**options).to(DEVICE)
 
 
 def batches(count: int, size: int = 4, seed: int = 1) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -93,10 +94,36 @@ def largest_relative(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     assert a.keys() == b.keys()
     return max(
         (
-            (a[k].float() - b[k].float()).abs().max() / b[k].float().abs().max().clamp_min(1e-12)
+            (a[k].cpu().float() - b[k].cpu().float()).abs().max()
+            / b[k].float().abs().max().cpu().clamp_min(1e-12)
         ).item()
         for k in b
     )
+
+
+def within(bound: float, on_gpu: float) -> float:
+    """A relative bound: `on_gpu` where plain PyTorch's AdamW and norms run on a GPU.
+
+    Its arithmetic rounds otherwise than the CPU's, on which the engine's AdamW runs; and Adam's
+    first steps turn a rounding of a small gradient into a part of lr.
+    """
+    return bound if DEVICE == "cpu" else max(bound, on_gpu)
+
+
+def like(expected: Any) -> Any:
+    """What equals losses or norms of plain PyTorch: themselves; on a GPU, what is near them."""
+    if DEVICE == "cpu":
+        return expected
+    if isinstance(expected, tuple):
+        return tuple(like(x) for x in expected)
+    return pytest.approx(expected, rel=1e-4)
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether values are those of plain PyTorch: equal bits; on a GPU, nearer than one update."""
+    if DEVICE == "cpu":
+        return torch.equal(ours, theirs)
+    return torch.allclose(ours.cpu().float(), theirs.detach().cpu().float(), rtol=1e-3, atol=1e-3)
 
 
 def loss_of(model: Any, item: tuple[Tensor, Tensor, Tensor]) -> Tensor:

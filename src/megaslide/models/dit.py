@@ -10,12 +10,12 @@ N = T'·H'·W' tokens · D hidden size · L text tokens · E registers · d chan
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaslide.config import AttentionConfig, ModelConfig
 from megaslide.models.attention import build_attention
 from megaslide.models.checkpoint import load_weights, read_config, save_weights
 from megaslide.models.layers import (
@@ -34,6 +34,9 @@ from megaslide.models.layers import (
 )
 from megaslide.models.presets import VideoDiTConfig, resolve_config
 from megaslide.weights import MAX_SHARD_BYTES, write_config
+
+if TYPE_CHECKING:
+    from megaslide.config import AttentionConfig, ModelConfig
 
 __all__ = ["VideoDiT", "VideoDiTBlock", "VideoDiTConfig", "build_model", "count_parameters"]
 
@@ -225,7 +228,7 @@ class VideoDiT(nn.Module):
 
 
 def build_model(
-    model: ModelConfig, attention: AttentionConfig, *, in_channels: int, text_dim: int
+    model: "ModelConfig", attention: "AttentionConfig", *, in_channels: int, text_dim: int
 ) -> VideoDiT:
     """The VideoDiT that a run's config describes; works under `torch.device("meta")`.
 

@@ -8,13 +8,15 @@ is refused here, with the key, the number and the fix, before anything is alloca
 import dataclasses
 import difflib
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from megaslide.config import AttentionConfig, ModelConfig
 from megaslide.errors import InputError
 from megaslide.models.attention import AttentionSettings
 from megaslide.models.layers import Grid, rope_pairs
 from megaslide.ops.deformable_attention import Kind
+
+if TYPE_CHECKING:
+    from megaslide.config import AttentionConfig, ModelConfig
 
 SIZES = ("patch_size", "hidden_size", "num_layers", "num_attention_heads")
 """Fields of the `model` section that replace a preset's."""
@@ -128,7 +130,7 @@ class VideoDiTConfig:
 
 
 def resolve_config(
-    model: ModelConfig, attention: AttentionConfig, *, in_channels: int, text_dim: int
+    model: "ModelConfig", attention: "AttentionConfig", *, in_channels: int, text_dim: int
 ) -> VideoDiTConfig:
     """The preset with the config's overrides, checked.
 

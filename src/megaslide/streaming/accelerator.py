@@ -74,6 +74,10 @@ class Runtime(Protocol):
         """Bytes that the device's allocator has handed out, at most."""
         ...
 
+    def free(self) -> int:
+        """Bytes of the device that nobody holds."""
+        ...
+
 
 class TorchRuntime:
     """torch's module of the device: `torch.cuda`, which is ROCm's too, or `torch.xpu`.
@@ -142,6 +146,9 @@ class TorchRuntime:
     def peak(self) -> int:
         return int(self._module.max_memory_allocated(self.device))
 
+    def free(self) -> int:
+        return int(self._module.mem_get_info(self.device)[0])
+
 
 class DeviceEvent(Event):
     """A place in a stream: done when the device has come there."""
@@ -191,7 +198,9 @@ class AcceleratorTransfer:
     def __init__(self, lanes: Lanes, runtime: Runtime, *, synchronous: bool = False) -> None:
         self.device, self.trace, self.lanes = runtime.device, lanes.trace, lanes
         self._synchronous = synchronous
-        self.memory: DeviceMemory = AcceleratorMemory(runtime.reset_peak, runtime.peak)
+        self.memory: DeviceMemory = AcceleratorMemory(
+            runtime.reset_peak, runtime.peak, runtime.free
+        )
         self._runtime = runtime
         self._h2d, self._d2h = lanes.open("h2d"), lanes.open("d2h")
         self._down, self._up = runtime.stream(), runtime.stream()

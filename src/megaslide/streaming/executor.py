@@ -40,6 +40,7 @@ class Executor:
         shared_inputs: Sequence[str] = (),
     ) -> None:
         self._transfer, self._units, self._slots = transfer, units, slots
+        self.explained = transfer.memory.explained
         self._gradients, self._activations = gradients, activations
         self._random = RandomState(transfer.device)
         device_type = transfer.device.type
@@ -233,8 +234,9 @@ class _StreamedBlock(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *out_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[4:]
-        inputs = ctx.executor.saved_inputs(ctx.call, ctx)
-        grads = ctx.executor.run_backward(ctx.call, ctx.original, inputs, out_grads, needed)
+        with ctx.executor.explained():
+            inputs = ctx.executor.saved_inputs(ctx.call, ctx)
+            grads = ctx.executor.run_backward(ctx.call, ctx.original, inputs, out_grads, needed)
         return None, None, None, None, *grads
 
 

@@ -95,6 +95,30 @@ class DeviceMemory:
         self.peak_activations = 0
         """Largest total of observed storages that are not arenas, in bytes."""
         self._known: set[int] = set()
+        self.advice = ""
+        """What to change where memory is too small, in the words of the options."""
+
+    def free_bytes(self) -> int | None:
+        """What the device could still give; None where nobody knows."""
+        return None
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Within, running out of memory says what holds it and what to change.
+
+        Raises:
+            InputError: instead of torch.OutOfMemoryError, which is its cause.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            held = ", ".join(f"{kind} {n}" for kind, n in self.arenas.items())
+            free = "unknown" if (n := self.free_bytes()) is None else f"{n} bytes"
+            raise InputError(
+                f"the device is out of memory: the plan's arenas hold {sum(self.arenas.values())} "
+                f"bytes ({held}), activations are on top; free: {free}; {error}",
+                self.advice,
+            ) from error
 
     @property
     def peak_bytes(self) -> int:
@@ -125,11 +149,17 @@ class AcceleratorMemory(DeviceMemory):
     Args:
         reset: lets the allocator forget its peak.
         peak: the allocator's peak, in bytes.
+        free: bytes of the device that nobody holds.
     """
 
-    def __init__(self, reset: Callable[[], None], peak: Callable[[], int]) -> None:
+    def __init__(
+        self, reset: Callable[[], None], peak: Callable[[], int], free: Callable[[], int]
+    ) -> None:
         super().__init__()
-        self._reset, self._peak = reset, peak
+        self._reset, self._peak, self._free = reset, peak, free
+
+    def free_bytes(self) -> int:
+        return self._free()
 
     @contextmanager
     def observing(self) -> Iterator[None]:

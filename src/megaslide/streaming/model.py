@@ -71,7 +71,9 @@ def build(model: nn.Module, chosen: StreamOptions, transfer: Transfer) -> "Strea
         require_budget([u.layout for u in units], chosen.slots, chosen.device_budget)
     store = Store([u.layout for u in units], chosen.store, transfer.lanes)
     fill_store(store, units, chosen.init_weights)
-    return StreamedModel(model, units, store, transfer, chosen)
+    transfer.memory.advice = chosen.memory_advice
+    with transfer.memory.explained():
+        return StreamedModel(model, units, store, transfer, chosen)
 
 
 class StreamedModel:
@@ -112,12 +114,16 @@ class StreamedModel:
     # The training loop ------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward; differentiable when grad is enabled."""
+        """The model's own forward; differentiable when grad is enabled.
+
+        Raises:
+            InputError: the device is out of memory, here or in backward; says what to lower.
+        """
         self._require_whole()
         if self._early:
             raise RuntimeError("updates have begun in final_backward(): call step() first")
         self._transfer.wait(self._resident_ready, "resident loaded")
-        with self._executor.forward_pass():
+        with self._transfer.memory.explained(), self._executor.forward_pass():
             return self.module(*args, **kwargs)
 
     @contextmanager

@@ -78,6 +78,19 @@ class StreamOptions:
             )
 
     @property
+    def memory_advice(self) -> str:
+        """What to change where the device's memory is too small."""
+        ways = []
+        if self.micro_batch_size != 1:
+            now = "the whole batch" if self.micro_batch_size is None else self.micro_batch_size
+            ways.append(f"a smaller micro_batch_size (now {now})")
+        if self.activations in ("auto", "device"):
+            ways.append("activations='host' (now on the device)")
+        if self.slots > 2:
+            ways.append(f"slots=2 (now {self.slots})")
+        return f"take {' or '.join(ways) or 'shorter or smaller clips'}"
+
+    @property
     def store(self) -> StoreSettings:
         return StoreSettings(
             tier=self.tier, state_format=self.state_format, gradient_tier=self.gradient_tier,

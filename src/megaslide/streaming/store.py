@@ -33,6 +33,8 @@ from megaslide.streaming.staging import COUNTS, DiskRecords, Memory, Pieces, sta
 from megaslide.tracing import Trace
 
 Tier = Literal["ram", "disk"]
+CROSSING = ("weights", "gradients")
+"""Kinds of state that go to the device or come from it."""
 CHUNK = 1 << 20
 """Elements that are set at a time, so that temporaries are small beside any block."""
 
@@ -207,8 +209,9 @@ class Store:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """All host memory that the store holds: arenas and the disk tier's staging."""
-        return [*self.arenas.values(), *(self._disk.buffers if self._disk else [])]
+        """The host memory that copies may touch; masters and moments are for the CPU alone."""
+        crossing = [arena for kind, arena in self.arenas.items() if kind in CROSSING]
+        return [*crossing, *(self._disk.buffers if self._disk else [])]
 
     @property
     def optimizer_kinds(self) -> list[str]:

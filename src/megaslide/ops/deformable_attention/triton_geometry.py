@@ -14,6 +14,14 @@ SHIFT = tl.constexpr(1)
 AFFINE = tl.constexpr(2)
 TAP = tl.constexpr(3)
 
+SIZES = (
+    "T", "H", "W", "heads", "groups", "E", "rows", "split", "t0", "t1", "p0", "p1",
+    "low_t", "low_h", "low_w", "box_t", "box_h", "box_w",
+)  # fmt: skip
+"""Integers that kernels are given. Triton would compile anew where one is 1 or a multiple of 16,
+which a volume's shape or a block of frames may be or not, and no kernel gains by knowing it: rows
+are D apart, and D is a constant."""
+
 
 @triton.jit
 def voxels_of_block(

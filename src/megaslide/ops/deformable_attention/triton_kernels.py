@@ -20,6 +20,7 @@ import triton.language as tl
 from megaslide.ops.deformable_attention.triton_geometry import (
     AFFINE,
     NONE,
+    SIZES,
     TAP,
     load_rows,
     row_base,
@@ -34,7 +35,7 @@ from megaslide.ops.deformable_attention.triton_geometry import (
 # ---- forward -------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     q, k, v, offsets, extra_k, extra_v, out, lse,
     T, H, W, heads, groups, E, scale,
@@ -145,7 +146,7 @@ def attend_extra(
 # ---- backward of the queries ---------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def share_kernel(
     out, grad_out, delta, rows, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -156,7 +157,7 @@ def share_kernel(
     tl.store(delta + n, tl.sum(product, 1), n < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def queries_kernel(
     q, k, v, offsets, extra_k, extra_v, grad_out, lse, delta, dq, doffsets, reach_v, reach_k,
     T, H, W, heads, groups, E, scale, t0, t1,

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from megaslide.ops.deformable_attention.triton_geometry import (
     NONE,
+    SIZES,
     first_query,
     load_rows,
     row_base,
@@ -26,7 +27,7 @@ from megaslide.ops.deformable_attention.triton_geometry import (
 from megaslide.ops.deformable_attention.triton_kernels import extra_scores, load_query, reach_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def keys_kernel(
     q, k, v, grad_out, lse, delta, dk, dv, reach_v, reach_k,
     T, H, W, heads, scale, p0, p1, t0, t1,
@@ -87,7 +88,7 @@ def queries_on_axis(p, low, box, k: tl.constexpr, size):
     return first_query(p + low - box + 1, k, size), first_query(p + low + 1, k, size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def extra_kernel(
     q, extra_k, extra_v, grad_out, lse, delta, dk, dv,
     rows, heads, E, scale, split,

@@ -210,14 +210,15 @@ def _extra_gradients(setting: Setting) -> list[Tensor]:
     q, _, _, _, extra_k, extra_v = setting.inputs
     assert extra_k is not None
     B, T, H, W, heads, _ = q.shape
-    rows, block = T * H * W, 32
+    rows = T * H * W
+    block, warps = (16, 8) if q.dtype == torch.float32 else (32, 4)  # wider, fp32 spills
     E, splits = extra_k.shape[1], triton.cdiv(rows, SPLIT)
     parts = [q.new_zeros(splits, *extra_k.shape, dtype=torch.float32) for _ in range(2)]
     if E:
         extra_kernel[(triton.cdiv(E, block), B * heads, splits)](
             q, extra_k, extra_v, setting.grad_out, setting.lse, setting.shares, *parts,
             rows, heads, E, setting.scale, SPLIT,
-            **_head(q), **_dot(q), BLOCK_Q=block, BLOCK_E=block, num_warps=4,
+            **_head(q), **_dot(q), BLOCK_Q=block, BLOCK_E=block, num_warps=warps,
         )  # fmt: skip
     return [x.sum(0) for x in parts]
 
