@@ -13,16 +13,18 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 from megaslide.planning.costs import ModelCosts
 from megaslide.planning.devices import device_named
 from megaslide.planning.plan import EFFICIENCY, Choice, Machine, Plan, accelerator, make_plan
-from megaslide.planning.subject import subject_of
+from megaslide.planning.subject import Subject, subject_of
 from megaslide.streaming.records import FORMATS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "planning.md"
 STREAMING = ROOT / "benchmarks" / "results" / "streaming.json"
+MEMORY = ROOT / "benchmarks" / "results" / "memory.json"
 PLANS = ROOT / "benchmarks" / "results" / "plan.json"
 PAPER = {
     "step_s": 3.1, "mfu": 0.61, "mfu_without_overlap": 0.28, "mfu_optimizer_on_device": 0.15,
@@ -33,6 +35,7 @@ RAM = 1536 * 10**9
 PER_FRAME = (1, 512, 512)
 """A clip of n such frames has 1024 n tokens where nothing is compressed in time."""
 LONG = (256, 1088, 1920)
+FRAMES = (16, 32, 64, 128, 256)
 INTRODUCTION = """# Planning
 
 <!-- Written by docs/generate_planning.py. Do not edit. -->
@@ -89,7 +92,7 @@ def machine(efficiency: float = EFFICIENCY) -> Machine:
 def page() -> str:
     """The whole page as Markdown."""
     text = INTRODUCTION.format(efficiency=EFFICIENCY, accuracy=accuracy(), ram=gb(RAM))
-    parts = [*state(), *steps(), *long_video(), *ablations(), *sizes()]
+    parts = [*state(), *steps(), *long_video(), *by_frames(), *ablations(), *sizes(), *claims()]
     return text + "\n".join(_wrapped(part) for part in parts)
 
 
@@ -176,13 +179,64 @@ def long_video() -> Iterable[str]:
     )
 
 
-def ablations() -> Iterable[str]:
-    yield "\n### Overlap, and where the optimizer runs\n\nThe same model at 16,384 tokens:\n"
+def by_frames() -> Iterable[str]:
+    yield (
+        "\n### Memory by frames\n\nWhat autograd keeps of one block for its backward pass, frames "
+        "of 512x512 with 1,024 tokens each, bf16:\n"
+    )
+    rows = []
+    for frames in FRAMES:
+        kept = {kind: block_bytes(kind, frames) for kind in ("dense", "swin", "deformable")}
+        config = of_frames("deformable", frames).network.config
+        tokens = of_frames("deformable", frames).tokens
+        samples = 2 * 2 * tokens * math.prod(config.window) * config.hidden_size
+        scores = 2 * config.num_attention_heads * tokens**2
+        rows.append([str(frames), gb(kept["dense"]), gb(kept["dense"] + scores), gb(kept["swin"]),
+                     gb(kept["deformable"] + samples), gb(kept["deformable"])])  # fmt: skip
+    yield table(["frames", "dense, fused", "dense, scores stored", "shifted windows",
+                 "deformable, samples stored", "deformable, ours"], rows)  # fmt: skip
+    yield (
+        "\nOnly stored scores grow with the square of the frames; fused dense attention pays in "
+        "time, not in memory. Stored samples grow like ours, by a constant factor that depends on "
+        "the window. All is arithmetic: the three kinds counted on tensors without data, and to "
+        "them the bf16 scores, or the sampled keys and values, of one layer."
+    )
+    if MEMORY.exists():
+        yield from measured_memory(json.loads(MEMORY.read_text()))
+
+
+def measured_memory(found: dict[str, Any]) -> Iterable[str]:
+    kinds = ("dense", "swin", "grid_sample", "deformable")
+    yield (
+        f"\nMeasured on {found['machine']['cpu']} (`megaslide bench memory`): by how much memory "
+        f"rises in the forward and backward of one attention call, fp32, {found['heads']} heads of "
+        f"{found['head_dim']}, {found['side']}x{found['side']} tokens a frame:\n"
+    )
+    rows = []
+    for row in found["rows"]:
+        taken = (row["extra_bytes"][kind] for kind in kinds)
+        rows.append([str(row["frames"]), *("not run" if n is None else mb(n) for n in taken)])
+    yield table(["frames", "dense, fused", "shifted windows", "deformable, samples stored",
+                 "deformable, ours"], rows)  # fmt: skip
+
+
+def of_frames(kind: str, frames: int) -> Subject:
+    size = (frames, *PER_FRAME[1:])
+    return subject_of("105b", [f"attention.kind={kind}"], clip=size, compression=(1, 8, 8))
+
+
+def block_bytes(kind: str, frames: int) -> int:
+    return of_frames(kind, frames).costs().units[1].working_bytes
+
+
+@cache
+def overlap_plans() -> dict[str, tuple[Plan, float]]:
+    """Plans of the 105 B model at 16,384 tokens by what is left out, with the paper's MFU."""
     costs, here = costs_of("105b", 16), machine()
     state_bytes = make_plan(costs, here, Choice()).to_dict()["state_bytes"]
     moved = 2 * costs.parameters * 14 - 2 * costs.parameters
     through_link = replace(here, adamw_bytes_s=moved * here.link_bytes_s / state_bytes)
-    found = {
+    return {
         "overlapped": (make_plan(costs, here, Choice()), PAPER["mfu"]),
         "every copy waited for": (
             make_plan(costs, here, Choice(), synchronous=True), PAPER["mfu_without_overlap"]
@@ -191,8 +245,12 @@ def ablations() -> Iterable[str]:
             make_plan(costs, through_link, Choice()), PAPER["mfu_optimizer_on_device"]
         ),
     }  # fmt: skip
+
+
+def ablations() -> Iterable[str]:
+    yield "\n### Overlap, and where the optimizer runs\n\nThe same model at 16,384 tokens:\n"
     rows = [[name, seconds(plan.simulated.step_s), percent(plan.mfu), percent(claim)]
-            for name, (plan, claim) in found.items()]  # fmt: skip
+            for name, (plan, claim) in overlap_plans().items()]  # fmt: skip
     yield table(["", "step", "MFU, projected", "MFU, the paper's"], rows)
     yield (
         "\nIn the last row an update takes as long as its state takes on the link, down and up at "
@@ -220,6 +278,31 @@ def sizes() -> Iterable[str]:
             f"balanced: {found['async_over_sync']:.2f} (`megaslide bench streaming`)."
         )
     yield ""
+
+
+def claims() -> Iterable[str]:
+    """The paper's figure, what arithmetic allows, what was measured here."""
+    yield "### In one table\n"
+    link = make_plan(costs_of("105b", 1), machine(), Choice()).to_dict()
+    floor = link["h2d_bytes_per_step"] / machine().link_bytes_s
+    plans = [make_plan(costs_of("30b", 8), machine(), Choice(), synchronous=s)
+             for s in (False, True)]  # fmt: skip
+    gained = "not measured: no result of `megaslide bench streaming`"
+    if STREAMING.exists():
+        found = json.loads(STREAMING.read_text())
+        gained = f"{found['async_over_sync']:.2f}, emulated link, compute and transfer balanced"
+    absent = "not measured: no GPU at hand"
+    rows = [["step, 105 B", f"{PAPER['step_s']} s", f"{seconds(floor)} or more", absent]]
+    rows += [[f"MFU, {name}", percent(claim), percent(plan.mfu), absent]
+             for name, (plan, claim) in overlap_plans().items()]  # fmt: skip
+    rows.append([f"gain of overlap at {PAPER['gain_at']}", str(PAPER["gain"]),
+                 f"{gain(plans)} (preset 30b)", gained])  # fmt: skip
+    yield table(["", "the paper", "arithmetic", "measured"], rows)
+    yield ""
+
+
+def mb(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.1f} MB"
 
 
 def gain(plans: Sequence[Plan]) -> str:

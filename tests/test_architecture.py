@@ -18,11 +18,12 @@ LEVELS = {
     "config": 1,
     "hub": 2, "ops": 2, "pages": 2, "runs": 2, "weights": 2,
     "models": 3, "streaming": 3, "diffusion": 3, "data": 3,
-    "sampling": 4, "exporting": 4, "evaluation": 4, "planning": 4,
-    "training": 5,
-    "demo": 6,
-    "cli": 7, "__init__": 7,
-    "__main__": 8,
+    "sampling": 4, "exporting": 4, "planning": 4,
+    "evaluation": 5,
+    "training": 6,
+    "demo": 7,
+    "cli": 8, "__init__": 8,
+    "__main__": 9,
 }  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_FILE, MAX_FUNCTION, MEDIAN_FUNCTION = 400, 60, 12

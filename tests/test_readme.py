@@ -120,6 +120,11 @@ def test_planning_page_is_what_the_planner_says() -> None:
     assert generate.PAGE.read_text() == generate.page(), "run docs/generate_planning.py"
 
 
+def test_tables_of_the_evidence_are_those_of_the_results() -> None:
+    generate = generator("generate_evidence")
+    assert generate.PAGE.read_text() == generate.page(), "run python -m docs.generate_evidence"
+
+
 def test_ci_does_what_a_contributor_types() -> None:
     script = ROOT / ".ci" / "run"
     steps = [line for line in script.read_text().splitlines() if not line.startswith("#")]

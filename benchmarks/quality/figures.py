@@ -94,6 +94,8 @@ def loss_over_time(results: Sequence[Result]) -> Figure | None:
             name = result["arm"] if result["seed"] == min(r["seed"] for r in own) else None
             axes.plot(x, y, ".-", lw=1, alpha=0.8, color=_colour(result["arm"]), label=name)
         axes.set(xlabel=label, ylabel="validation loss", yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
     axes.legend(frameon=False)
     return figure
 

@@ -1,7 +1,6 @@
 """The study as one page: tables and figures from the JSONs, and verdicts where seeds agree."""
 
 import base64
-import dataclasses
 import io
 import statistics
 from collections.abc import Sequence
@@ -12,13 +11,14 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from benchmarks.quality.figures import FIGURES, STYLE
-from benchmarks.quality.study import Settings, read_results, write_atomically
+from benchmarks.quality.study import Settings, is_current, read_results, write_atomically
 from benchmarks.quality.tables import (
     BASELINE,
     Result,
     Row,
     against,
     equal_time,
+    of_sprite,
     rows_of,
     select,
     worlds_of,
@@ -36,6 +36,7 @@ HEAD = [
     "mean",
     "mean, sprite's cells",
     f"against {BASELINE}",
+    f"sprite's cells, against {BASELINE}",
 ]
 _LEAD = (
     "The same small video transformer, trained on synthetic latent videos of known motion, "
@@ -53,13 +54,13 @@ _FOOTER = "Every number and figure on this page is computed from the JSONs of th
 def write_report(folder: Path, settings: Settings) -> Path:
     """Write `report.html`, `figures/` and `summary.md`, for the docs, from the folder's JSONs.
 
-    Only results that were made with `settings` are used.
+    Only results that were made with `settings`, in the worlds and with the arms of today, are used.
 
     Raises:
         InputError: no such results, or a damaged one; names the file.
     """
     every = read_results(folder.glob("*.json"))
-    results = [r for r in every if r["settings"] == dataclasses.asdict(settings)]
+    results = [r for r in every if is_current(r, settings)]
     if not results:
         raise InputError(f"{folder} holds no result of {settings}", "run `make ablation`")
     write_atomically(folder / "summary.md", summary(results))
@@ -75,20 +76,28 @@ def _count(results: Sequence[Result], every: Sequence[Result]) -> str:
     steps = results[0]["settings"]["steps"]
     left_out = len(every) - len(results)
     text = f"{len(results)} runs of {steps} steps."
-    return f"{text} {left_out} runs with other settings are left out." if left_out else text
+    return (
+        f"{text} {left_out} runs of other settings, worlds or models are left out."
+        if left_out
+        else text
+    )
 
 
 def summary(results: Sequence[Result]) -> str:
     """The tables as Markdown."""
     parts = [f"# {TITLE}\n", f"{len(results)} runs of {results[0]['settings']['steps']} steps.\n"]
     for world in worlds_of(results):
-        lines = [HEAD, ["---"] * len(HEAD), *_lines(rows_of(results, world))]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        parts.append(f"## {world}\n\n{table}\n")
+        parts.append(f"## {world}\n\n{markdown_table(rows_of(results, world))}\n")
     seconds, losses = equal_time(select(results, world="base") or results)
     parts.append(f"## base, after {seconds:.0f} s of CPU\n")
     parts += [f"- {arm}: {_numbers(values)}" for arm, values in _ranked(losses)]
     return "\n".join(parts) + "\n"
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """One line per arm, lowest mean loss first."""
+    lines = [HEAD, ["---"] * len(HEAD), *_lines(rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _table(world: str, rows: Sequence[Row]) -> str:
@@ -114,6 +123,7 @@ def _lines(rows: Sequence[Row]) -> list[list[str]]:
             f"{row.mean:.4f}",
             f"{statistics.fmean(row.sprite_losses):.4f}",
             against(row, baseline),
+            against(of_sprite(row), baseline and of_sprite(baseline)),
         ]
         for row in sorted(rows, key=lambda row: row.mean)
     ]
@@ -161,7 +171,8 @@ def _picture(name: str, caption: str, figure: Figure, folder: Path) -> str:
     data = base64.b64encode(drawn.getvalue()).decode("ascii")
     return (
         f"<h2>{escape(name.replace('_', ' '))}</h2><p class='note'>{escape(caption)}</p>"
-        f"<img style='max-width:100%' alt='{escape(caption)}' src='data:image/png;base64,{data}'>"
+        f"<div class='wide'><img style='max-width:100%;min-width:640px' alt='{escape(caption)}' "
+        f"src='data:image/png;base64,{data}'></div>"
     )
 
 

@@ -1,17 +1,20 @@
 """One run: a model trained and measured, written as one JSON; and the loop over all runs.
 
 A run that has its JSON is never repeated, and a JSON appears only when its run is complete, so a
-study that was stopped goes on with the run in which it stopped. Within a seed, every arm gets the
-same clips, noise and noise levels in the same order, and every run is measured on the same
-held-out clips with the same noise.
+study that was stopped goes on with the run in which it stopped. A run is identified by all that
+defines it (settings, worlds, model): after a change of one of them it is another run. Within a
+seed, every arm gets the same clips, noise and noise levels in the same order, and every run is
+measured on the same held-out clips with the same noise.
 
 Shapes: B clips · C T H W latents · N tokens of a clip.
 """
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
+import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.quality.arms import TEXT_DIM, arm
 from benchmarks.quality.offsets import COVERED, measure_offsets
-from benchmarks.quality.worlds import WORLDS, Clips, World, draw
+from benchmarks.quality.worlds import WORLDS, Clips, World, definition, draw
 from megaslide.diffusion.objectives import FlowMatching, call_model, interpolate, velocity
 from megaslide.errors import InputError
 from megaslide.models.dit import VideoDiT
@@ -42,7 +45,7 @@ logger = logging.getLogger(__name__)
 class Settings:
     """What all runs of a study share."""
 
-    steps: int = 500
+    steps: int = 1000
     batch: int = 4
     learning_rate: float = 2e-3
     warmup: int = 25
@@ -63,9 +66,20 @@ class Run:
     seed: int
     also: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
-    def path(self, folder: Path, steps: int) -> Path:
+    def identity(self, settings: Settings) -> str:
+        """Eight hex digits of all that defines the run: settings, worlds and model.
+
+        Raises:
+            InputError: a world or an arm that does not exist.
+        """
+        worlds = [definition(_world(name)) for name in (self.world, *self.also)]
+        parts = [dataclasses.asdict(settings), worlds, arm(self.arm).to_dict()]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
+
+    def path(self, folder: Path, settings: Settings) -> Path:
         """Where its JSON goes."""
-        return folder / f"{self.world}--{self.arm}--{steps}-steps--seed-{self.seed}.json"
+        name = f"{self.world}--{self.arm}--seed-{self.seed}--{self.identity(settings)}.json"
+        return folder / name
 
 
 def run_study(runs: Sequence[Run], folder: Path, settings: Settings) -> list[Path]:
@@ -76,7 +90,7 @@ def run_study(runs: Sequence[Run], folder: Path, settings: Settings) -> list[Pat
     """
     folder.mkdir(parents=True, exist_ok=True)
     machine = provenance()
-    paths = [run.path(folder, settings.steps) for run in runs]
+    paths = [run.path(folder, settings) for run in runs]
     missing = [(run, path) for run, path in zip(runs, paths, strict=True) if not path.exists()]
     logger.info("%d of %d runs are there already", len(runs) - len(missing), len(runs))
     for number, (run, path) in enumerate(missing, 1):
@@ -106,13 +120,22 @@ def read_results(paths: Iterable[Path]) -> list[dict[str, Any]]:
     for path in sorted(path for path in paths if path.exists()):
         try:
             result = json.loads(path.read_text())
-            result["arm"], result["world"], result["loss"]
+            result["arm"], result["world"], result["loss"], result["identity"]
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{path} is not the result of a run ({error!r})", "delete it; the run is repeated"
             ) from None
         results.append(result)
     return results
+
+
+def is_current(result: dict[str, Any], settings: Settings) -> bool:
+    """Whether a result is that of the run its arm, world and seed name today."""
+    run = Run(result["arm"], result["world"], result["seed"], tuple(result["elsewhere"]))
+    try:
+        return result["identity"] == run.identity(settings)
+    except InputError:  # an arm or a world that is gone
+        return False
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -135,6 +158,7 @@ def carry_out(run: Run, settings: Settings) -> dict[str, Any]:
         "arm": run.arm,
         "world": run.world,
         "seed": run.seed,
+        "identity": run.identity(settings),
         "loss": final.mean,
         "loss_by_level": final.by_level,
         "sprite_loss_by_level": final.of_sprite,
@@ -147,6 +171,7 @@ def carry_out(run: Run, settings: Settings) -> dict[str, Any]:
         "step_cpu_s": cpu_s / settings.steps,
         "curve": curve,
         "settings": dataclasses.asdict(settings),
+        "world_definition": definition(world),
         "config": config.to_dict(),
         "threads": torch.get_num_threads(),
     }
@@ -162,7 +187,12 @@ class Losses:
     @property
     def mean(self) -> float:
         """Over the levels, of all cells."""
-        return sum(self.by_level.values()) / len(self.by_level)
+        return statistics.fmean(self.by_level.values())
+
+    @property
+    def sprite_mean(self) -> float:
+        """Over the levels, of the sprite's cells."""
+        return statistics.fmean(self.of_sprite.values())
 
 
 def losses(model: VideoDiT, clips: Clips) -> Losses:
@@ -205,7 +235,9 @@ def _train(
         optimizer.zero_grad()
         cpu_s += time.process_time() - start
         if step % settings.curve_every == 0 or step == settings.steps:
-            curve.append({"step": step, "cpu_s": cpu_s, "loss": losses(model, shown).mean})
+            now = losses(model, shown)
+            point = {"loss": now.mean, "sprite_loss": now.sprite_mean}
+            curve.append({"step": step, "cpu_s": cpu_s, **point})
     return curve, cpu_s
 
 

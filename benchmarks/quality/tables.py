@@ -5,7 +5,7 @@ A conclusion is drawn only where all seeds agree; with one seed there is none.
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,11 @@ def select(results: Sequence[Result], **wanted: Any) -> list[Result]:
 def sprite_loss(result: Result) -> float:
     """Mean over the noise levels of the loss on the sprite's cells."""
     return statistics.fmean(result["sprite_loss_by_level"].values())
+
+
+def of_sprite(row: Row) -> Row:
+    """The row with the losses of the sprite's cells in the place of those of all cells."""
+    return replace(row, losses=row.sprite_losses)
 
 
 def worlds_of(results: Sequence[Result]) -> list[str]:

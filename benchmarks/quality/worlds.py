@@ -8,7 +8,8 @@ move, so that a fixed window is at its best there.
 Shapes: B clips · C channels · T frames · H W cells · S side of a sprite in cells.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ from torch import Tensor
 CHANNELS = 8
 SIDE = 4
 """Of a sprite, in cells."""
-CONTRAST = 1.5
+GRAIN = 2
+"""Independent values along a side of a sprite, per channel; cells between are interpolated. With a
+value of its own in every cell, a model of this size needs thousands of steps to learn textures."""
+CONTRAST = 2.0
 """Standard deviation of a sprite's texture, before it is interpolated."""
 
 
@@ -92,6 +96,16 @@ WORLDS = {
 }
 
 
+def definition(world: World) -> dict[str, Any]:
+    """All numbers that say what is drawn."""
+    return asdict(world) | {
+        "channels": CHANNELS,
+        "side": SIDE,
+        "grain": GRAIN,
+        "contrast": CONTRAST,
+    }
+
+
 def draw(world: World, batch: int, generator: torch.Generator) -> Clips:
     """`batch` clips of a world, reproducible from the generator."""
     if not world.cut:
@@ -113,7 +127,7 @@ def draw(world: World, batch: int, generator: torch.Generator) -> Clips:
 def _scene(world: World, batch: int, generator: torch.Generator) -> Clips:
     latents = _background(world, batch, generator)
     for corner in _paths(world, batch, generator):
-        texture = CONTRAST * torch.randn(batch, CHANNELS, SIDE, SIDE, generator=generator)
+        texture = CONTRAST * _smooth(batch, GRAIN, (SIDE, SIDE), generator)
         rows, columns = (
             _hat(corner[..., axis], length)
             for axis, length in enumerate((world.height, world.width))
@@ -126,11 +140,15 @@ def _scene(world: World, batch: int, generator: torch.Generator) -> Clips:
 
 def _background(world: World, batch: int, generator: torch.Generator) -> Tensor:
     """Smooth, and the same in every frame: [B, C, T, H, W]."""
-    coarse = torch.randn(batch, CHANNELS, 3, 3, generator=generator)
-    size = (world.height, world.width)
-    smooth = torch.nn.functional.interpolate(coarse, size, mode="bilinear", align_corners=True)
+    smooth = _smooth(batch, 3, (world.height, world.width), generator)
     smooth = world.background * smooth / smooth.std()
     return smooth[:, :, None].expand(-1, -1, world.frames, -1, -1)
+
+
+def _smooth(batch: int, grain: int, size: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """[B, C, *size]: normal values on a grid of `grain` by `grain`, interpolated."""
+    coarse = torch.randn(batch, CHANNELS, grain, grain, generator=generator)
+    return torch.nn.functional.interpolate(coarse, size, mode="bilinear", align_corners=True)
 
 
 def _paths(world: World, batch: int, generator: torch.Generator) -> list[Tensor]:

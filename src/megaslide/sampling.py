@@ -11,6 +11,7 @@ text [B, L, D].
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -238,24 +239,17 @@ def sample_run(
         InputError: no complete checkpoint, no prompts, no averaged weights where asked for, or no
             second expert where one is needed.
     """
-    checkpoint = find_checkpoint(source)
-    config = load_config(checkpoint / CONFIG)
+    trained = trained_at(source, ema)
+    checkpoint, config, dtype = trained.checkpoint, trained.config, trained.dtype
+    network, recipe = trained.network, trained.recipe
     sample = SampleConfig.model_validate({**config.sample.model_dump(), **(settings or {})})
     prompts = tuple(prompts) or sample.prompts
     if not prompts:
         raise InputError(f"{checkpoint}: its config has no sample.prompts", "give --prompt")
     codec = build_codec(config.data.codec)
-    weights = checkpoint / weights_folder(checkpoint, ema)
-    network = saved_network(weights, config)
-    recipe = Recipe(
-        train=config.train,
-        scheduler=None if network.source is None else network.source.scheduler,
-        sigma_range=tuple(read_state(checkpoint).get("sigma_range", FULL_RANGE)),
-    )
     bucket = sample_size(sample, config, codec, network.patch_size)
     other = _other_expert(config, network, recipe, codec, second)
     sigmas = sampling_sigmas(recipe, codec, network, bucket, sample, alone=other is None)
-    dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
     with ExitStack() as stack:
         model, *partner = (
             stack.enter_context(closing(forward_only(each, dtype, config.offload)))
@@ -271,6 +265,40 @@ def sample_run(
         )  # fmt: skip
     folder = out or checkpoint.parent / "samples" / checkpoint.name
     return save_samples(frames, prompts, folder, sample.fps, sample)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A checkpoint of a run, before its weights are in a store."""
+
+    checkpoint: Path
+    config: Config
+    network: Network
+    recipe: Recipe
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the run computed in."""
+        return torch.bfloat16 if self.config.train.mixed_precision == "bf16" else torch.float32
+
+
+def trained_at(source: Path, ema: bool | None = None) -> Trained:
+    """The checkpoint that `source`, itself or a run, names.
+
+    Args:
+        source: a run's folder or a checkpoint.
+        ema: averaged weights or not; None takes them if the checkpoint has them.
+
+    Raises:
+        InputError: no complete checkpoint, or no averaged weights where asked for.
+    """
+    checkpoint = find_checkpoint(source)
+    config = load_config(checkpoint / CONFIG)
+    network = saved_network(checkpoint / weights_folder(checkpoint, ema), config)
+    scheduler = None if network.source is None else network.source.scheduler
+    levels = tuple(read_state(checkpoint).get("sigma_range", FULL_RANGE))
+    recipe = Recipe(train=config.train, scheduler=scheduler, sigma_range=levels)
+    return Trained(checkpoint=checkpoint, config=config, network=network, recipe=recipe)
 
 
 def _other_expert(

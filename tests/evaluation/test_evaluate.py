@@ -281,7 +281,7 @@ def test_json_and_page_hold_the_same_figures(clips: Path, tmp_path: Path) -> Non
     page = (tmp_path / "o" / "e.html").read_text()
     assert "default-src 'none'" in page
     for name in DEFINITIONS:
-        assert f"<td>{name}<small>" in page
+        assert f"<td class='name'>{name}<small>" in page
     shown = f"{read['summary']['vbench.temporal_flickering']['value']:.7f}"
     assert f"<td>{shown}</td>" in page
     assert page.count("<video ") == 5

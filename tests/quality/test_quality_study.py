@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.quality import study
+from benchmarks.quality import study, worlds
 from benchmarks.quality.__main__ import main
 from benchmarks.quality.arms import arm, arms
 from benchmarks.quality.plan import PARTS, SMOKE_SETTINGS, runs_of
@@ -71,7 +71,7 @@ def test_repeated_run_gives_the_same_result(tmp_path: Path) -> None:
 
 
 def test_damaged_result_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = study.Run("fixed", "base", 0).path(tmp_path, SMOKE_SETTINGS.steps)
+    path = study.Run("fixed", "base", 0).path(tmp_path, SMOKE_SETTINGS)
     path.write_text("{")
     assert smoke(tmp_path, "--report-only") == 2
     assert path.name in capsys.readouterr().err
@@ -89,7 +89,7 @@ def test_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_every_planned_run_can_be_built_and_has_a_file_of_its_own(tmp_path: Path) -> None:
     runs = runs_of(PARTS, range(2))
-    assert len({run.path(tmp_path, 500) for run in runs}) == len(runs)
+    assert len({run.path(tmp_path, SMOKE_SETTINGS) for run in runs}) == len(runs)
     assert {run.arm for run in runs} <= set(arms())
     assert {name for run in runs for name in (run.world, *run.also)} <= set(WORLDS)
 
@@ -159,6 +159,22 @@ def test_settings_keep_results_apart(tmp_path: Path) -> None:
     kept, left_out = (json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json")))
     assert smoke(tmp_path, "--report-only") == 0
     page = (tmp_path / "report.html").read_text()
-    assert "1 runs with other settings are left out" in page
+    assert "1 runs of other settings, worlds or models are left out" in page
     assert f"{kept['loss']:.4f}" in page
     assert f"{left_out['loss']:.4f}" not in page
+
+
+def test_change_of_a_world_makes_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = study.Run("fixed", "base", 0, also=("long",))
+    study.run_study([run], tmp_path, SMOKE_SETTINGS)
+    (before,) = tmp_path.glob("*.json")
+    for changed in ("base", "long"):
+        with monkeypatch.context() as patch:
+            patch.setitem(WORLDS, changed, dataclasses.replace(WORLDS[changed], background=0.1))
+            assert run.path(tmp_path, SMOKE_SETTINGS) != before
+            assert smoke(tmp_path, "--report-only") == 2
+    monkeypatch.setattr(worlds, "CONTRAST", worlds.CONTRAST + 1)
+    assert not study.is_current(json.loads(before.read_text()), SMOKE_SETTINGS)
+    assert "holds no result" in capsys.readouterr().err

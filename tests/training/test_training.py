@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
-from megaslide import runs, sampling
-from megaslide.config import Config, OffloadConfig, load_config
+from megaslide import cli, runs, sampling
+from megaslide.config import Config, OffloadConfig, load_config, save_config
 from megaslide.data.prepare import prepare
 from megaslide.data.sprites import write_sprites
 from megaslide.errors import InputError
+from megaslide.evaluation.checkpoint import checkpoint_figures
+from megaslide.evaluation.definitions import OF_CHECKPOINT
+from megaslide.evaluation.results import Missing
 from megaslide.models.dit import VideoDiT
 from megaslide.models.network import saved_network
 from megaslide.planning.run import plan_run
@@ -261,6 +266,48 @@ def test_sampling_a_run_streams_its_latest_checkpoint(
     assert (plain[0] != first[0]).any()
     with pytest.raises(InputError, match=r"has no sample\.prompts"):
         sample_run(run)
+
+
+def test_eval_gives_the_loss_that_training_logged(
+    cache: Path, whole: TrainResult, tmp_path: Path
+) -> None:
+    run = whole.checkpoint.parent
+    found = checkpoint_figures(run)
+    assert found["eval/loss"] == pytest.approx(eval_losses(run)[-1], rel=1e-6)
+    assert whole.validation is not None
+    assert found["eval/loss_of_zero"] == pytest.approx(whole.validation.zero_loss, rel=1e-6)
+    assert found["eval/samples"] == 4
+    assert str(checkpoint_figures(None)["eval/loss"]) == "not measured: no --checkpoint"
+
+    clip = next((cache / "clips").glob("*.mp4"))
+    command = ["eval", str(clip), "--checkpoint", str(run), "--json", str(tmp_path / "e.json")]
+    result = CliRunner().invoke(cli.app, [*command, "--html", str(tmp_path / "e.html")])
+    assert result.exit_code == 0, result.output
+    assert f"eval/loss: {found['eval/loss']:.4f}" in result.output
+    assert f"{found['eval/loss']:.4f}" in (tmp_path / "e.html").read_text()
+    assert json.loads((tmp_path / "e.json").read_text())["checkpoint"]["eval/loss"] == {
+        "value": found["eval/loss"],
+        "definition": OF_CHECKPOINT["eval/loss"].text,
+        "source": OF_CHECKPOINT["eval/loss"].source,
+        "better": "low",
+    }
+
+
+def test_eval_says_why_a_checkpoint_has_no_loss(
+    cache: Path, whole: TrainResult, tmp_path: Path
+) -> None:
+    moved = tmp_path / "checkpoint-20"
+    shutil.copytree(whole.checkpoint, moved)
+    for changes, reason in (
+        ({"data__cache_dir": tmp_path / "gone"}, "gone"),
+        ({"data__codec__channels": 5}, "channels"),
+    ):
+        save_config(configure(tmp_path, cache, **changes), moved / "config.yaml")
+        missing = checkpoint_figures(moved)["eval/loss"]
+        assert isinstance(missing, Missing)
+        assert reason in missing.reason
+    with pytest.raises(InputError, match="no such folder"):
+        checkpoint_figures(tmp_path / "nothing")
 
 
 def test_sampling_holds_weights_only(whole: TrainResult) -> None:

@@ -318,7 +318,12 @@ def _report_training(result: "TrainResult", arguments: list[str]) -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="adamw, attention, disk, loading, plan, streaming.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="adamw, adaptation, attention, disk, loading, memory, plan, streaming."
+        ),
+    ],
 ) -> None:
     """Measure this machine with a benchmark of the repository."""
     folder = Path(__file__).parents[3] / "benchmarks"

@@ -17,6 +17,9 @@ def evaluate(
     reference: Annotated[
         Path | None, typer.Option(help="Folder of clips of the same names, with known motion.")
     ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Run or checkpoint; its loss on held-out latents.")
+    ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures.")] = None,
     html_path: Annotated[Path | None, typer.Option("--html", help="Write a page.")] = None,
 ) -> None:
@@ -30,7 +33,9 @@ def evaluate(
         from megaslide.evaluation.run import evaluate as run_evaluation
         from megaslide.evaluation.tables import render
     with Meter("eval") as meter:
-        found = run_evaluation(paths, prompts=prompts, reference=reference, progress=meter)
+        found = run_evaluation(
+            paths, prompts=prompts, reference=reference, checkpoint=checkpoint, progress=meter
+        )
     console().print(render(found))
     for path, write in ((json_path, write_json), (html_path, write_html)):
         if path is not None:

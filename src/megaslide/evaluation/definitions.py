@@ -202,6 +202,25 @@ DEFINITIONS: dict[str, Definition] = {
     ),
 }  # fmt: skip
 
+OF_CHECKPOINT: dict[str, Definition] = {
+    "eval/loss": Definition(
+        text="the training objective on held-out latents, at fixed timesteps with fixed noise; of "
+        "averaged weights where the checkpoint has them",
+        source=f"{OURS}: as training logs it",
+        better="low",
+    ),
+    "eval/loss_of_zero": Definition(
+        text="the same loss of predicting zero, to compare with",
+        source=OURS,
+    ),
+    "eval/samples": Definition(
+        text="held-out samples in both; the last batch is filled with some of them again",
+        source=f"{OURS}: train.validation_batches",
+        digits=0,
+    ),
+}
+"""Figures of a model rather than of clips."""
+
 FLAGS: dict[str, str] = {
     "frozen": "at least half of the successive frames differ by less than 0.1 of 255 on average",
     "static": "hardly moves: VBench's filter for static clips, DIS in place of RAFT (top 2 % of "

@@ -1,16 +1,17 @@
 """An evaluation as one HTML file, in the look of megaslide's other pages.
 
-A figure never stands without its definition and its source, and what was not measured is in the
-same table with the reason in the figure's place.
+A figure never stands without its definition and its source. What was not measured is listed by the
+reason, once each: in the figures' own table the reasons would leave no room for the definitions.
 """
 
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
 from megaslide.evaluation.definitions import DEFINITIONS, FLAGS
 from megaslide.evaluation.results import ClipResult, Evaluation, Figure, Mean, Missing
-from megaslide.evaluation.tables import explained, shown
-from megaslide.pages import clip_gallery, rows, write_page
+from megaslide.evaluation.tables import explained, reasons, shown
+from megaslide.pages import clip_gallery, write_page
 
 SHOWN_VIDEOS = 24
 VIDEO_BYTES = 4_000_000
@@ -38,10 +39,12 @@ def write_html(
         [
             f"<p class='lead'>{escape(_lead(evaluation))}</p>",
             f"<h2>Means</h2><p class='note'>{_MEANS_NOTE}</p>{_means(evaluation)}",
+            _checkpoint(evaluation),
+            _absent(evaluation),
             f"<h2>Clips</h2>{_clip_table(evaluation)}",
-            f"<h2>Flags</h2><table>{rows((n, escape(t)) for n, t in FLAGS.items())}</table>",
-            _pairs("Skipped", list(evaluation.skipped.items())),
-            _pairs("Notes", [("note", note) for note in evaluation.notes]),
+            _list("Flags", FLAGS.items()),
+            _list("Skipped", evaluation.skipped.items()),
+            _list("Notes", [("", note) for note in evaluation.notes]),
             _videos(evaluation),
         ]
     )
@@ -60,15 +63,42 @@ def _lead(evaluation: Evaluation) -> str:
 
 def _means(evaluation: Evaluation) -> str:
     head = "<tr><th>figure</th><th>mean</th><th>clips</th><th>with flagged clips</th></tr>"
-    lines = (_mean(n, m, len(evaluation.clips)) for n, m in evaluation.summary.items())
-    return f"<div class='wide'><table>{head}{''.join(lines)}</table></div>"
+    clips, found = len(evaluation.clips), evaluation.summary.items()
+    lines = (_mean(n, m, clips) for n, m in found if isinstance(m.all_clips, float))
+    return f"<table class='figures'>{head}{''.join(lines)}</table>"
 
 
 def _mean(name: str, mean: Mean, clips: int) -> str:
     every = _figure(name, mean.all_clips) if mean.value != mean.all_clips else ""
     cells = (_figure(name, mean.value), f"{mean.clips}/{clips}", every)
-    small = f"<small>{escape(explained(name))}</small>"
-    return f"<tr><td>{escape(name)}{small}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    figures = "".join(f"<td>{cell}</td>" for cell in cells)
+    return f"<tr>{_named(name, explained(name))}{figures}</tr>"
+
+
+def _checkpoint(evaluation: Evaluation) -> str:
+    """Figures of the model, where there are any."""
+    lines = [
+        f"<tr>{_named(name, explained(name))}<td>{shown(name, figure)}</td></tr>"
+        for name, figure in evaluation.checkpoint.items()
+        if isinstance(figure, float)
+    ]
+    head = "<tr><th>figure</th><th>value</th></tr>"
+    table = f"<table class='figures'>{head}{''.join(lines)}</table>"
+    return f"<h2>Checkpoint</h2>{table}" if lines else ""
+
+
+def _absent(evaluation: Evaluation) -> str:
+    """What was not measured: each reason with the figures that it explains, defined as others."""
+    parts = [
+        f"<h3>not measured: {escape(reason)}</h3>{_table((n, explained(n)) for n in names)}"
+        for reason, names in reasons(evaluation).items()
+    ]
+    return f"<h2>Not measured</h2>{''.join(parts)}" if parts else ""
+
+
+def _named(name: str, text: str) -> str:
+    """The cell of a name and what it means."""
+    return f"<td class='name'>{escape(name)}<small>{escape(text)}</small></td>"
 
 
 def _figure(name: str, figure: Figure) -> str:
@@ -105,10 +135,14 @@ def _why(figure: Figure) -> str:
     return str(figure) if isinstance(figure, Missing) else ""
 
 
-def _pairs(heading: str, pairs: list[tuple[str, str]]) -> str:
-    if not pairs:
-        return ""
-    return f"<h2>{heading}</h2><table>{rows((n, escape(t)) for n, t in pairs)}</table>"
+def _list(heading: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """Names with what is to be said of each; nothing where there are none."""
+    pairs = list(pairs)
+    return f"<h2>{heading}</h2>{_table(pairs)}" if pairs else ""
+
+
+def _table(pairs: Iterable[tuple[str, str]]) -> str:
+    return f"<table>{''.join(f'<tr>{_named(*pair)}</tr>' for pair in pairs)}</table>"
 
 
 def _videos(evaluation: Evaluation) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaslide.evaluation.definitions import DEFINITIONS, FLAGS
+from megaslide.evaluation.definitions import DEFINITIONS, FLAGS, OF_CHECKPOINT, Definition
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,8 @@ class Evaluation:
     skipped: dict[str, str] = field(default_factory=dict)
     """Path to reason, of files that are no clips to measure."""
     notes: list[str] = field(default_factory=list)
+    checkpoint: dict[str, Figure] = field(default_factory=dict)
+    """Figures of the model, by the names of `OF_CHECKPOINT`."""
 
 
 def summarise(
@@ -131,18 +133,24 @@ def to_json(evaluation: Evaluation) -> dict[str, Any]:
                 "value": _plain(mean.value),
                 "clips": mean.clips,
                 "all_clips": _plain(mean.all_clips),
-                "definition": DEFINITIONS[name].text,
-                "source": DEFINITIONS[name].source,
-                "better": DEFINITIONS[name].better or None,
+                **_definition(DEFINITIONS[name]),
                 "flags_left_out": list(DEFINITIONS[name].left_out),
             }
             for name, mean in evaluation.summary.items()
+        },
+        "checkpoint": {
+            name: {"value": _plain(figure), **_definition(OF_CHECKPOINT[name])}
+            for name, figure in evaluation.checkpoint.items()
         },
         "clips": [_clip(clip) for clip in evaluation.clips],
         "flags": FLAGS,
         "skipped": evaluation.skipped,
         "notes": evaluation.notes,
     }
+
+
+def _definition(what: Definition) -> dict[str, str | None]:
+    return {"definition": what.text, "source": what.source, "better": what.better or None}
 
 
 def _clip(clip: ClipResult) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from megaslide.data.video import UnreadableVideoError
 from megaslide.errors import InputError
 from megaslide.evaluation import vbench
+from megaslide.evaluation.checkpoint import checkpoint_figures
 from megaslide.evaluation.definitions import DEFINITIONS
 from megaslide.evaluation.inputs import Reference, find_clips, find_prompts, find_references
 from megaslide.evaluation.measure import measure_clip
@@ -32,6 +33,7 @@ def evaluate(
     *,
     prompts: Path | None = None,
     reference: Path | None = None,
+    checkpoint: Path | None = None,
     environment: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
@@ -41,6 +43,7 @@ def evaluate(
         paths: video files and folders of them.
         prompts: file with the prompts; by default what lies beside each clip.
         reference: folder with a clip of the same name for each, and their `trajectories.jsonl`.
+        checkpoint: a run's folder or a checkpoint in it, whose loss is measured too.
         environment: where VBENCH_PYTHON and VBENCH_CACHE_DIR are looked up; the process's own by
             default.
         progress: called with (clips done, in all, name of the next).
@@ -48,6 +51,7 @@ def evaluate(
     Raises:
         InputError: nothing to measure, or a file or folder that is not what it should be.
     """
+    of_checkpoint = checkpoint_figures(checkpoint)
     found = find_clips(paths)
     by_prompt = find_prompts(found, prompts)
     references = None if reference is None else find_references(found, reference)
@@ -60,7 +64,10 @@ def evaluate(
         *_prompt_note(clips, by_prompt),
         *_reference_note(clips, references),
     ]
-    return Evaluation(clips=clips, summary=_summary(clips, official), skipped=skipped, notes=notes)
+    return Evaluation(
+        clips=clips, summary=_summary(clips, official), skipped=skipped, notes=notes,
+        checkpoint=of_checkpoint,
+    )  # fmt: skip
 
 
 def aggregates(figures: Mapping[str, Figure]) -> dict[str, Figure]:

@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from megaslide.evaluation.definitions import DEFINITIONS, FLAGS
+from megaslide.evaluation.definitions import DEFINITIONS, FLAGS, OF_CHECKPOINT
 from megaslide.evaluation.results import ClipResult, Evaluation, Figure, Mean, Missing
 
 SHOWN_CLIPS = 20
@@ -19,15 +19,19 @@ CLIP_FIGURES = {
     "image.sharpness": "sharpness",
 }
 """Columns of the table of clips, by heading; the JSON has every figure of every clip."""
+_ALL = DEFINITIONS | OF_CHECKPOINT
 _ARROWS = {"high": "higher is better", "low": "lower is better", "": "neither end is better"}
 
 
 def render(evaluation: Evaluation) -> RenderableType:
     """Everything to print, in the order in which it should be read."""
     measured = {n: m for n, m in evaluation.summary.items() if isinstance(m.all_clips, float)}
+    model = {n: f for n, f in evaluation.checkpoint.items() if isinstance(f, float)}
     parts: list[RenderableType] = [summary_table(measured, len(evaluation.clips)), Text()]
     parts += [_definition(name) for name in measured]
-    parts += _section("missing", _absent(evaluation.summary))
+    parts += _section("checkpoint", [Text(f"{n}: {shown(n, f)}") for n, f in model.items()])
+    parts += [_definition(name) for name in model]
+    parts += _section("missing", _absent(evaluation))
     parts += [Text(), clip_table(evaluation.clips[:SHOWN_CLIPS])]
     if len(evaluation.clips) > SHOWN_CLIPS:
         parts.append(Text(f"and {len(evaluation.clips) - SHOWN_CLIPS} more clips; see --json"))
@@ -67,21 +71,22 @@ def shown(name: str, figure: Figure) -> str:
     """A figure with the decimals of its definition; a dash where it was not measured."""
     if isinstance(figure, Missing):
         return "-"
-    return f"{figure:.{DEFINITIONS[name].digits}f}"
+    return f"{figure:.{_ALL[name].digits}f}"
 
 
-def reasons(summary: Mapping[str, Mean]) -> dict[str, list[str]]:
-    """Names of the figures that no clip has, by the reason."""
+def reasons(evaluation: Evaluation) -> dict[str, list[str]]:
+    """Names of the figures that were not measured at all, by the reason."""
+    found = {name: mean.all_clips for name, mean in evaluation.summary.items()}
     grouped: dict[str, list[str]] = {}
-    for name, mean in summary.items():
-        if isinstance(mean.all_clips, Missing):
-            grouped.setdefault(mean.all_clips.reason, []).append(name)
+    for name, figure in (found | evaluation.checkpoint).items():
+        if isinstance(figure, Missing):
+            grouped.setdefault(figure.reason, []).append(name)
     return grouped
 
 
 def explained(name: str) -> str:
     """Definition, direction and source of a figure, in one sentence each."""
-    what = DEFINITIONS[name]
+    what = _ALL[name]
     return f"{what.text} [{what.source}; {_ARROWS[what.better]}]"
 
 
@@ -90,10 +95,10 @@ def _definition(name: str) -> Padding:
     return _hanging(text)
 
 
-def _absent(summary: Mapping[str, Mean]) -> list[Text]:
+def _absent(evaluation: Evaluation) -> list[Text]:
     return [
         Text.assemble((", ".join(names), "bold"), f": not measured: {reason}")
-        for reason, names in reasons(summary).items()
+        for reason, names in reasons(evaluation).items()
     ]
 
 

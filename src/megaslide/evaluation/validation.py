@@ -6,11 +6,13 @@ curve of them is smooth enough to compare runs by.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megaslide.data.latents import Batch
+from megaslide.config import Config
+from megaslide.data.latents import Batch, BucketSampler, LatentDataset, collate
 from megaslide.diffusion.objectives import Objective
 
 NOISE_SEED = 20_260_101
@@ -23,6 +25,26 @@ class ValidationLoss:
     loss: float
     zero_loss: float
     """Loss of predicting zero on the same latents, noise and timesteps."""
+    samples: int
+    """How many were measured."""
+
+
+def validation_batches(config: Config) -> list[Batch]:
+    """The same held-out latents at every evaluation: `train.validation_batches` batches at most.
+
+    Returns:
+        no batch where the cache holds nothing out.
+
+    Raises:
+        InputError: no cache in `data.cache_dir`, or one that does not fit `data`.
+    """
+    held_out = LatentDataset(Path(config.data.cache_dir), "validation", config.data)
+    if not len(held_out):
+        return []
+    size, count = config.train.train_batch_size, config.train.validation_batches
+    sampler = iter(BucketSampler(held_out, min(size, len(held_out)), seed=0))
+    count = min(count, -(-len(held_out) // size))
+    return [collate([held_out[i] for i in next(sampler)]) for _ in range(count)]
 
 
 @torch.no_grad()
@@ -49,4 +71,4 @@ def validation_loss(
         total += loss.item() * len(noise)
         zero += objective.zero_loss(latents, noise, sigmas).item() * len(noise)
         count += len(noise)
-    return ValidationLoss(loss=total / count, zero_loss=zero / count)
+    return ValidationLoss(loss=total / count, zero_loss=zero / count, samples=count)

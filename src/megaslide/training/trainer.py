@@ -25,7 +25,11 @@ from megaslide.data.text import build_text_encoder
 from megaslide.diffusion.objectives import Objective
 from megaslide.diffusion.recipes import Recipe, expert_range
 from megaslide.errors import InputError
-from megaslide.evaluation.validation import ValidationLoss, validation_loss
+from megaslide.evaluation.validation import (
+    ValidationLoss,
+    validation_batches,
+    validation_loss,
+)
 from megaslide.models.network import Network
 from megaslide.models.pretrained.source import SCHEDULER
 from megaslide.planning.run import RunPlan
@@ -62,9 +66,8 @@ class Trainer:
         self.text_encoder = build_text_encoder(config.data.text, encoder_placement(config.offload))
         self.network = planned.network
         self.recipe = recipe_of(config, self.network)
-        cache = Path(config.data.cache_dir)
-        self.dataset = LatentDataset(cache, split="train", expect=config.data)
-        self.validation = self._validation_batches(cache)
+        self.dataset = LatentDataset(config.data.cache_dir, split="train", expect=config.data)
+        self.validation = validation_batches(config)
         batch_size = config.train.train_batch_size * config.train.gradient_accumulation_steps
         self.sampler = BucketSampler(self.dataset, batch_size, seed=config.train.seed)
         self._indices = iter(self.sampler)
@@ -209,15 +212,6 @@ class Trainer:
     def sampled_weights(self) -> Any:
         """Context in which the model computes in eval mode, with its EMA if there is one."""
         return _SampledWeights(self.model, ema=self.config.train.use_ema)
-
-    def _validation_batches(self, cache: Path) -> list[Batch]:
-        held_out = LatentDataset(cache, split="validation", expect=self.config.data)
-        if not len(held_out):
-            return []
-        size, count = self.config.train.train_batch_size, self.config.train.validation_batches
-        sampler = iter(BucketSampler(held_out, min(size, len(held_out)), seed=0))
-        count = min(count, -(-len(held_out) // size))
-        return [collate([held_out[i] for i in next(sampler)]) for _ in range(count)]
 
     # Checkpoints ------------------------------------------------------------------------------
 

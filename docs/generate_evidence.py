@@ -1,0 +1,118 @@
+"""Fills the tables of docs/evidence.md from the results of the study and of the benchmark.
+
+    python -m docs.generate_evidence
+
+The prose is written by hand; what stands between `<!-- NAME -->` and `<!-- end -->` is not. A test
+holds the page to the results.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.quality.report import markdown_table
+from benchmarks.quality.study import Settings, is_current, read_results
+from benchmarks.quality.tables import Result, rows_of, select, strongest_block
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "evidence.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def page() -> str:
+    """The page with its tables as the results have them."""
+    text = PAGE.read_text()
+    for name, make in BLOCKS.items():
+        start, end = f"<!-- {name} -->\n", "<!-- end -->"
+        if text.count(start) != 1:
+            raise ValueError(f"{PAGE}: needs one block {start.strip()} ... {end}")
+        before, _, rest = text.partition(start)
+        text = f"{before}{start}\n{make()}\n\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def study() -> str:
+    return markdown_table(rows_of(current(), "base"))
+
+
+def longer() -> str:
+    """Losses of the base world's models on clips of other lengths, by seed."""
+    worlds = ("long", "longer")
+    lines = []
+    for row in rows_of(current(), "base"):
+        own = sorted(select(current(), world="base", arm=row.arm), key=lambda r: r["seed"])
+        cells = (four(r["elsewhere"][world] for r in own) for world in worlds)
+        lines.append([row.arm, four(row.losses), *cells])
+    return table(["arm", "6 frames", "12 frames", "24 frames"], lines)
+
+
+def offsets() -> str:
+    """Correlations of the block whose windows follow best, with the two controls."""
+    lines = []
+    for result in select(current(), world="base"):
+        if result["offsets"] is None:
+            continue
+        index = strongest_block(result)
+        for name in ("shear", "slide"):
+            found = result["offsets"]["blocks"][index][name]
+            cells = (found[where] for where in ("sprite", "other_clip", "background"))
+            shown = ("-" if value is None else f"{value:.2f}" for value in cells)
+            lines.append([result["arm"], str(result["seed"]), str(index), name, *shown])
+    head = ["arm", "seed", "block", "", "velocity", "of another clip", "at the background"]
+    return table(head, lines)
+
+
+def adaptation() -> str:
+    found = json.loads((RESULTS / "adaptation.json").read_text())
+    steps = found["settings"]["steps"]
+    lines = [
+        [
+            arm,
+            four(own["at_conversion"]),
+            four(own["at_the_end"]),
+            four(own["gap_to_dense"]),
+            own["verdict"],
+            f"{1e3 * own['step_cpu_s']:.0f}",
+        ]
+        for arm, own in found["summary"].items()
+    ]
+    head = [
+        "attention",
+        "at conversion",
+        f"after {steps} steps",
+        "above dense",
+        "",
+        "CPU ms per step",
+    ]
+    pretrained = sorted({row["seed"]: row["pretrained_loss"] for row in found["rows"]}.items())
+    before = four(loss for _, loss in pretrained)
+    steps_before = found["settings"]["pretraining_steps"]
+    note = f"Dense, pretrained for {steps_before} steps: {before} (one number per seed)."
+    return f"{note}\n\n{table(head, lines)}"
+
+
+def current() -> list[Result]:
+    """Results of the study as its settings, worlds and arms are today."""
+    every = read_results((RESULTS / "quality").glob("*.json"))
+    return [result for result in every if is_current(result, Settings())]
+
+
+def four(values: Any) -> str:
+    return " ".join(f"{value:.4f}" for value in values)
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "study": study,
+    "longer": longer,
+    "offsets": offsets,
+    "adaptation": adaptation,
+}
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
