@@ -137,7 +137,8 @@ MEGASLIDE_API int32_t megaslide_depthwise_conv_sums(const megaslide_depthwise_sh
  *
  * One update in place of a region of `count` elements, in torch.optim.AdamW's order of operations
  * and with its roundings, but for the square root, which is the nearest float here on every
- * processor; torch's own is not the same function everywhere. The definition, in torch, is megaslide.ops.adamw's reference.py.
+ * processor; torch's own is not the same function everywhere. The definition, in torch, is
+ * megaslide.ops.adamw's reference.py.
  *
  * The fp32 master is, by what is given:
  *   master                    itself
@@ -183,8 +184,8 @@ MEGASLIDE_API int32_t megaslide_adamw(const megaslide_adamw_state *state, const 
 
 /* ---- memory bandwidth -----------------------------------------------------------------------
  *
- * a = b + scalar * c over `count` floats: STREAM's triad, the yardstick of what memory can do. `a` is
- * written past the caches where the processor can, so 12 bytes move per element. */
+ * a = b + scalar * c over `count` floats: STREAM's triad, the yardstick of what memory can do. `a`
+ * is written past the caches where the processor can, so 12 bytes move per element. */
 MEGASLIDE_API int32_t megaslide_triad(float *a, const float *b, const float *c, float scalar,
                                       int64_t count, int32_t threads);
 

@@ -37,8 +37,12 @@ Kernels kernels(int32_t dtype) {
   if (instruction_set() >= InstructionSet::x86_64_v4_bf16 && dtype == MEGASLIDE_BFLOAT16) {
     return {&x86_64_v4_bf16::attention_kernels, nullptr};
   }
-  if (instruction_set() >= InstructionSet::x86_64_v4) return {&x86_64_v4::attention_kernels, nullptr};
-  if (instruction_set() >= InstructionSet::x86_64_v3) return {&x86_64_v3::attention_kernels, nullptr};
+  if (instruction_set() >= InstructionSet::x86_64_v4) {
+    return {&x86_64_v4::attention_kernels, nullptr};
+  }
+  if (instruction_set() >= InstructionSet::x86_64_v3) {
+    return {&x86_64_v3::attention_kernels, nullptr};
+  }
 #else
   (void)dtype;
 #endif
@@ -359,7 +363,8 @@ int32_t megaslide_attention_backward(const megaslide_attention_shape *shape,
     return MEGASLIDE_INVALID_ARGUMENT;
   }
   return planned(*shape, [&](const Plan &plan) {
-    run_backward(plan, {*inputs, out, lse, grad_out, *gradients, nullptr, 0, false, 0}, shape->threads);
+    run_backward(plan, {*inputs, out, lse, grad_out, *gradients, nullptr, 0, false, 0},
+                 shape->threads);
   });
 }
 

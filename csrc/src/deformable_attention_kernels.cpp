@@ -1,5 +1,5 @@
-// 3D-DSA for one instruction set: O(K + E) scratch per query of a tile, no K x head_dim array. Takes
-// every shape and every displacement.
+// 3D-DSA for one instruction set: O(K + E) scratch per query of a tile, no K x head_dim array.
+// Takes every shape and every displacement.
 #include <cstdint>
 
 #include "deformable_attention.h"
@@ -25,9 +25,9 @@ struct Scratch {
   uint64_t *lines;                  // of one query's box
   int32_t *runs[2];                 // of all queries, in the list and in the box
   int32_t *voxel;                   // [queries, capacity] their lists, one after the other
-  Chunk *unsorted, *chunks;         // of the lists
+  Chunk *unsorted, *chunks;         // of the lists, query by query and in order
   int64_t chunk_count;
-  int32_t *bucket;                  // [T H + 1] scratch
+  int32_t *bucket;                  // of sort_chunks
   Chunk *extra_chunks;              // of the extra keys of one query
   float *q, *grad_out, *sum;        // [queries, head_dim] rows and results in fp32
   float *scores, *values;           // [queries, capacity] s and g over the lists
@@ -35,6 +35,11 @@ struct Scratch {
   float *box_scores, *box_values;   // [capacity] one query's, over its box
   float *box_weights, *box_slopes;
 };
+
+// Chunks are sorted by the number of a voxel without these bits: at most a line along w.
+inline int bucket_bits(const Plan &plan) {
+  return 63 - __builtin_clzll(static_cast<uint64_t>(plan.size[2]));
+}
 
 int64_t divide(const Plan &plan, void *block, Scratch *scratch) {
   Arena arena{static_cast<char *>(block), 0};
@@ -51,7 +56,7 @@ int64_t divide(const Plan &plan, void *block, Scratch *scratch) {
   scratch->voxel = arena.take<int32_t>(all);
   scratch->unsorted = arena.take<Chunk>(all / kPad);
   scratch->chunks = arena.take<Chunk>(all / kPad);
-  scratch->bucket = arena.take<int32_t>(plan.size[0] * plan.size[1] + 1);
+  scratch->bucket = arena.take<int32_t>((plan.voxels >> bucket_bits(plan)) + 2);
   scratch->extra_chunks = arena.take<Chunk>(padded(plan.extra) / kPad);
   float **const rows[] = {&scratch->q, &scratch->grad_out, &scratch->sum};
   for (float **row : rows) *row = arena.take<float>(kTileQueries * plan.head_dim);
@@ -71,32 +76,37 @@ int64_t scratch_bytes(const Plan &plan) {
 
 // ---- lists of a tile --------------------------------------------------------------------------
 
-// Chunks in the order of their first voxel's line along w: queries of a tile that read the same
-// rows do so one after the other, while the processor's first cache holds them.
-void sort_chunks(const Plan &plan, Scratch *s) {
-  const auto width = static_cast<int32_t>(plan.size[2]);
-  int32_t low = INT32_MAX, high = 0;
-  int64_t count = 0;
+// The chunks of all lists, query by query.
+void cut_lists(Scratch *s) {
+  s->chunk_count = 0;
   for (int64_t i = 0; i < s->queries; ++i) {
     const Visit &visit = s->visits[i];
     for (int64_t e = 0; e < visit.count; e += kPad) {
-      const auto at = static_cast<int32_t>(visit.at + e);
-      const auto left = static_cast<int32_t>(visit.count - e);
-      const int32_t line = s->voxel[at] / width;
-      low = line < low ? line : low;
-      high = line > high ? line : high;
-      s->unsorted[count++] = {static_cast<int32_t>(i), at,
-                              left < kPad ? left : static_cast<int32_t>(kPad)};
+      const int64_t left = visit.count - e;
+      s->unsorted[s->chunk_count++] = {static_cast<int32_t>(i), static_cast<int32_t>(visit.at + e),
+                                       static_cast<int32_t>(left < kPad ? left : kPad)};
     }
   }
-  for (int64_t line = 0; line <= high - low + 1; ++line) s->bucket[line] = 0;
-  const auto bucket_of = [&](const Chunk &chunk) { return s->voxel[chunk.at] / width - low; };
-  for (int64_t n = 0; n < count; ++n) ++s->bucket[bucket_of(s->unsorted[n]) + 1];
-  for (int64_t line = 0; line < high - low; ++line) s->bucket[line + 1] += s->bucket[line];
-  for (int64_t n = 0; n < count; ++n) {
-    s->chunks[s->bucket[bucket_of(s->unsorted[n])]++] = s->unsorted[n];
+}
+
+// Chunks in the order of their first voxel, by about a line along w: queries of a tile that read
+// the same rows do so one after the other, while the processor's first cache holds them.
+void sort_chunks(const Plan &plan, Scratch *s) {
+  const int shift = bucket_bits(plan);
+  const auto bucket_of = [&](const Chunk &chunk) { return s->voxel[chunk.at] >> shift; };
+  int32_t low = INT32_MAX, high = 0;
+  for (int64_t n = 0; n < s->chunk_count; ++n) {
+    const int32_t bucket = bucket_of(s->unsorted[n]);
+    low = bucket < low ? bucket : low;
+    high = bucket > high ? bucket : high;
   }
-  s->chunk_count = count;
+  int32_t *const first = s->bucket;  // chunk of each bucket, from `low` on
+  for (int32_t b = 0; b <= high - low + 1; ++b) first[b] = 0;
+  for (int64_t n = 0; n < s->chunk_count; ++n) ++first[bucket_of(s->unsorted[n]) - low + 1];
+  for (int32_t b = 0; b < high - low; ++b) first[b + 1] += first[b];
+  for (int64_t n = 0; n < s->chunk_count; ++n) {
+    s->chunks[first[bucket_of(s->unsorted[n]) - low]++] = s->unsorted[n];
+  }
 }
 
 void list_tile(const Plan &plan, const float *offsets, const Part &part, Scratch *s) {
@@ -115,6 +125,7 @@ void list_tile(const Plan &plan, const float *offsets, const Part &part, Scratch
     at += padded(visit.count);
     runs += visit.touched.runs + 1;
   }
+  cut_lists(s);
   sort_chunks(plan, s);
   for (int64_t e = 0; e < plan.extra; e += kPad) {
     const int64_t left = plan.extra - e;

@@ -460,7 +460,8 @@ void weigh_queries(const BackwardArrays &arrays, int64_t first, int64_t last,
     const int64_t at = (work->part.b * plan.voxels + query.n) * plan.heads + work->part.head;
     const float lse = arrays.lse[at];
     const float mean = dot(grad_out[i - first], out[i - first], plan.head_dim);  // of dP under P
-    const float *scores = s.scores + (i - first) * stride, *values = s.values + (i - first) * stride;
+    const float *scores = s.scores + (i - first) * stride;
+    const float *values = s.values + (i - first) * stride;
     float *const *line = s.line[i % 2];
     weigh_query(plan, lse, mean, s.query, scores, values, line[0], line[1],
                 offsets_at(arrays, work->part, query, i));

@@ -46,11 +46,10 @@ struct QueryScratch {
   float *pull[3];              // [padded K] gradient of a tap's coordinate, per axis
 };
 
-// Those arrays of one query's taps that are no scratch.
+// What is read of one query's taps once they have been found in its list.
 inline void take_taps(const Plan &plan, Arena *arena, Taps *taps) {
   const int64_t count = padded(plan.taps);
   for (int axis = 0; axis < 3; ++axis) {
-    taps->cell[axis] = arena->take<int32_t>(count);
     taps->above[axis] = arena->take<float>(count);
     taps->inside[axis] = arena->take<float>(count);
   }
@@ -60,6 +59,7 @@ inline void take_taps(const Plan &plan, Arena *arena, Taps *taps) {
 inline void divide(const Plan &plan, Arena *arena, QueryScratch *scratch) {
   const int64_t taps = padded(plan.taps);
   take_taps(plan, arena, &scratch->taps);
+  for (int32_t *&cell : scratch->taps.cell) cell = arena->take<int32_t>(taps);
   for (float *&pull : scratch->pull) pull = arena->take<float>(taps);
   scratch->taps.position = arena->take<float>(taps);
   for (float *&corner : scratch->taps.corner) corner = arena->take<float>(2 * taps);
