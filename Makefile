@@ -27,7 +27,7 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc -type f 2>/dev/n
 .DELETE_ON_ERROR:
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # What is installed for development includes all that the demo needs.
 demo: $(if $(wildcard $(DEV_STAMP)),$(DEV_STAMP),$(DEMO_STAMP)) ## Train, sample and report on made-up clips, on any machine.
@@ -68,8 +68,8 @@ native: $(TORCH_STAMP) ## Build the native kernels again, as after installing a 
 native-test: $(DEV_STAMP) ## Run the C++ tests; with another compiler: CC=clang CXX=clang++.
 	@$(call run_native_tests,native-test,-O3)
 
-sanitize: $(DEV_STAMP) ## Run the C++ tests under the address and undefined-behaviour sanitizers.
-	@$(call run_native_tests,sanitize,$(SANITIZE))
+sanitize: $(DEV_STAMP) ## The same under sanitizers, with the matrix tiles of AMX emulated.
+	@$(call run_native_tests,sanitize,$(SANITIZE),-DMEGASLIDE_EMULATED_TILES=ON)
 
 clean: ## Remove what was built and cached; delete the folder .venv yourself to set up anew.
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -103,7 +103,7 @@ $(DEV_STAMP): $(TORCH_STAMP) $(BUILD_INPUTS)
 define run_native_tests
 export PATH="$(BIN):$$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$${CMAKE_BUILD_PARALLEL_LEVEL:-2}; \
 folder=build/$(1)-$(notdir $(CXX)) && \
-cmake -S . -B $$folder -DMEGASLIDE_TESTS=ON -DCMAKE_BUILD_TYPE=None -DCMAKE_C_FLAGS="$(2)" \
+cmake -S . -B $$folder $(3) -DMEGASLIDE_TESTS=ON -DCMAKE_BUILD_TYPE=None -DCMAKE_C_FLAGS="$(2)" \
   -DCMAKE_CXX_FLAGS="$(2)" -DCMAKE_C_COMPILER=$(CC) -DCMAKE_CXX_COMPILER=$(CXX) >/dev/null && \
 cmake --build $$folder >/dev/null && \
 ctest --test-dir $$folder --output-on-failure --no-tests=error

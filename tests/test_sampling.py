@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megaslide.config import CodecConfig, SampleConfig, TextConfig
 from megaslide.data.codecs import build_codec
-from megaslide.data.samples import save_samples, slug
+from megaslide.data.samples import save_samples, slug, to_frames
 from megaslide.data.text import build_text_encoder
 from megaslide.diffusion.samplers import sigma_schedule
-from megaslide.sampling import generate, prompt_generator, to_frames
+from megaslide.sampling import generate, prompt_generator
 
 BUCKET = (4, 16, 24)
 

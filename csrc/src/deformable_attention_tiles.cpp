@@ -18,6 +18,9 @@
 #include "deformable_attention.h"
 #include "queries.h"
 #include "rows.h"
+#if defined(MEGASLIDE_EMULATED_TILES)
+#include "../tests/emulated_tiles.h"
+#endif
 
 namespace megaslide {
 namespace {

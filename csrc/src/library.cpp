@@ -17,7 +17,9 @@ namespace {
 constexpr const char *kNames[] = {"baseline", "x86-64-v3", "x86-64-v4", "x86-64-v4-bf16",
                                   "x86-64-v4-amx"};
 
-#if defined(MEGASLIDE_AMX_KERNELS)
+#if defined(MEGASLIDE_EMULATED_TILES)
+bool has_tiles() { return true; }
+#elif defined(MEGASLIDE_AMX_KERNELS)
 // Linux hands out the state of the tile registers on request only.
 bool may_use_tiles() {
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

@@ -31,7 +31,7 @@ from megaslide.config import (
 from megaslide.data.codecs import Codec, build_codec
 from megaslide.data.first_frames import FirstFrames, build_first_frames
 from megaslide.data.images import add_images, encode_image, require_images
-from megaslide.data.samples import Frames, save_samples
+from megaslide.data.samples import Frames, save_samples, to_frames
 from megaslide.data.text import TextEncoder, build_text_encoder
 from megaslide.diffusion.objectives import Denoiser
 from megaslide.diffusion.recipes import FULL_RANGE, Recipe
@@ -142,15 +142,6 @@ def prompt_generator(seed: int, index: int) -> torch.Generator:
     """CPU generator of prompt `index`: the same noise on every device, and for no two prompts."""
     mixed = np.random.SeedSequence((seed % 2**64, index)).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(mixed[0]))
-
-
-def to_frames(pixels: Tensor) -> Frames:
-    """Pixels [3, T, H, W] in [-1, 1], values outside clamped, as uint8 [T, H, W, 3].
-
-    Rounds to the nearest level: truncation would darken every clip by half a level.
-    """
-    levels = ((pixels.float() + 1) * 127.5).round().clamp(0, 255)
-    return levels.to(torch.uint8).permute(1, 2, 3, 0).contiguous().cpu().numpy()
 
 
 def _first_frames(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from megaslide.config import SampleConfig
 from megaslide.data.sheets import contact_sheet
@@ -65,6 +66,15 @@ def save_samples(
     _complete(folder / "prompts.json", lambda path: path.write_text(text, encoding="utf-8"))
     logger.info("wrote %d samples to %s", len(paths), folder)
     return paths
+
+
+def to_frames(pixels: torch.Tensor) -> Frames:
+    """Pixels [3, T, H, W] in [-1, 1], values outside clamped, as uint8 [T, H, W, 3].
+
+    Rounds to the nearest level: truncation would darken every clip by half a level.
+    """
+    levels = ((pixels.float() + 1) * 127.5).round().clamp(0, 255)
+    return levels.to(torch.uint8).permute(1, 2, 3, 0).contiguous().cpu().numpy()
 
 
 def slug(prompt: str) -> str:
