@@ -325,7 +325,7 @@ def test_info_schema_describes_every_key() -> None:
     ]
     assert len(fields) > 40
     silent = [(section, name) for section, name, field in fields if "description" not in field]
-    assert not [s for s in silent if s[1] not in ("codec", "text")]
+    assert not [s for s in silent if s[1] not in ("codec", "image", "text")]
 
 
 def test_presets_are_named_after_their_counts(monkeypatch: pytest.MonkeyPatch) -> None:

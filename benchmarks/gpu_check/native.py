@@ -62,22 +62,23 @@ def units(cmake: str, amx: bool) -> dict[str, tuple[str, list[str]]]:
     on_x86 = platform.machine().lower() in X86
     options = _match(cmake, r"target_compile_options\(\$\{target\} PRIVATE ([^$]+?)\s+\$<")
     v4 = _match(cmake, r"set\(v4_options ([^)]+)\)")
-    tiles = _match(cmake, r"set\(amx_options \$\{v4_options\} ([^)]+)\)")
+    bf16 = [*v4, *_match(cmake, r"set\(bf16_options \$\{v4_options\} ([^)]+)\)")]
+    tiles = [*bf16, *_match(cmake, r"set\(amx_options \$\{bf16_options\} ([^)]+)\)")]
     flags = [*COMMON, *options, "-fopenmp", "-pthread"]
     flags += ["-DMEGASLIDE_X86_KERNELS"] if on_x86 else []
     flags += ["-DMEGASLIDE_AMX_KERNELS"] if amx and on_x86 else []
-    sets = {"baseline": []} | (
-        {"x86_64_v3": ["-march=x86-64-v3"], "x86_64_v4": v4} if on_x86 else {}
-    )
+    usual = {"x86_64_v3": ["-march=x86-64-v3"], "x86_64_v4": v4}
+    flags_of = {"baseline": [], "x86_64_v4_bf16": bf16} | usual
     sources = _match(cmake, r"add_library\(megaslide_native SHARED([^)]+)\)")
     found = {Path(source).stem: (source, flags) for source in sources}
-    for name, contract in re.findall(r"^megaslide_add_kernels\((\w+) (\w+)\)", cmake, re.M):
-        for isa, march in sets.items():
-            own = [f"-DMEGASLIDE_ISA={isa}", f"-ffp-contract={contract}", *march]
+    kernels = re.findall(r"^megaslide_add_kernels\((\w+) (\w+)([\w ]*)\)", cmake, re.M)
+    for name, contract, more in kernels:
+        for isa in ["baseline", *([*usual, *more.split()] if on_x86 else [])]:
+            own = [f"-DMEGASLIDE_ISA={isa}", f"-ffp-contract={contract}", *flags_of[isa]]
             found[f"{name}_{isa}"] = (f"csrc/src/{name}_kernels.cpp", flags + own)
     if amx and on_x86:
         source = "csrc/src/deformable_attention_tiles.cpp"
-        found["tiles"] = (source, [*flags, "-ffp-contract=fast", *v4, *tiles])
+        found["tiles"] = (source, [*flags, "-ffp-contract=fast", *tiles])
     return found
 
 

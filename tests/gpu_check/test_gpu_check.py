@@ -7,6 +7,7 @@ hanging parts and used-up budgets can.
 import argparse
 import ctypes
 import json
+import platform
 import subprocess
 import sys
 import time
@@ -181,6 +182,10 @@ def test_units_of_the_native_library_are_those_of_cmake() -> None:
     sources = {source for source, _ in found.values()}
     assert sources == {str(p.relative_to(ROOT)) for p in (ROOT / "csrc/src").glob("*.cpp")}
     assert "-ffp-contract=off" in found["adamw_baseline"][1]
+    if platform.machine() == "x86_64":
+        bf16 = found["deformable_attention_x86_64_v4_bf16"][1]
+        assert {"-march=x86-64-v4", "-mavx512bf16"} <= set(bf16)
+        assert {"-mavx512bf16", "-mamx-tile"} <= set(found["tiles"][1])
     with pytest.raises(RuntimeError, match="has nothing like"):
         native.units("project(other)", amx=False)
 

@@ -50,6 +50,7 @@ TEXT_DIMS = {"cogvideox-rope": 8}
 CACHES = {
     "cogvideox-rope": "cache-of-other-text", "ltx": "cache-of-other-patches",
     "hunyuan": "cache-of-encoded-text", "wan-a14b-i2v": "cache-with-first-frames",
+    "hunyuan1.5": "cache-of-single-voxels",
 }  # fmt: skip
 
 
