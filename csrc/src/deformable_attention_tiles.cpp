@@ -128,8 +128,9 @@ MEGASLIDE_INLINE void transpose(Words *x) {
 // Numbers [at, at + 32) of a row of d, zeros beyond its end and for no row.
 inline Words row_at(const uint16_t *row, int64_t at, int64_t d) {
   const int64_t left = row == nullptr ? 0 : d - at;
-  const auto some = static_cast<__mmask32>(left <= 0 ? 0u : (1u << left) - 1u);
-  return _mm512_maskz_loadu_epi16(left >= kDepth ? ~__mmask32{0} : some, row + (left > 0 ? at : 0));
+  const int64_t count = left < 0 ? 0 : left > kDepth ? kDepth : left;
+  const auto some = static_cast<__mmask32>((uint64_t{1} << count) - 1);
+  return _mm512_maskz_loadu_epi16(some, row + (left > 0 ? at : 0));
 }
 
 // 16 rows as 16 columns of a right operand, their numbers along the sum.
