@@ -115,17 +115,6 @@ def stock_clip(pipeline: Any, image: Any, prompt: int = 0) -> np.ndarray:
     return np.round(video[0] * 255).astype(np.uint8)
 
 
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
-    """Frames of the samples, before they are compressed."""
-    frames_written: list[np.ndarray] = []
-    monkeypatch.setattr(
-        "megaslide.data.samples.write_video", lambda path, frames, fps: (
-            frames_written.append(frames), path.write_bytes(b"video"))
-    )  # fmt: skip
-    return frames_written
-
-
 def test_an_image_becomes_a_clip_as_the_stock_pipeline_makes_it(
     clips: Path, tmp_path: Path, written: list[np.ndarray]
 ) -> None:

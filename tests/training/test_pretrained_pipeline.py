@@ -184,13 +184,8 @@ LENGTHS = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prepare_train_and_sample_as_the_stock_pipeline(
-    name: str, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, clips: Path, tmp_path: Path, written: list[np.ndarray]
 ) -> None:
-    written: list[Any] = []
-    monkeypatch.setattr(
-        "megaslide.data.samples.write_video", lambda path, frames, fps: (
-            written.append(frames), path.write_bytes(b"video"))
-    )  # fmt: skip
     write_pipeline(tmp_path / "pipeline", name)
     config = configure(tmp_path, clips)
     report = prepare(config.data)
@@ -208,16 +203,11 @@ def test_prepare_train_and_sample_as_the_stock_pipeline(
 
 
 def test_two_experts_sample_as_the_stock_pipeline(
-    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clips: Path, tmp_path: Path, written: list[np.ndarray]
 ) -> None:
     """Each trained for itself, at noise levels of its own; a boundary that both see."""
     import diffusers
 
-    written: list[Any] = []
-    monkeypatch.setattr(
-        "megaslide.data.samples.write_video", lambda path, frames, fps: (
-            written.append(frames), path.write_bytes(b"video"))
-    )  # fmt: skip
     folder = write_pipeline(tmp_path / "pipeline", "wan")
     tiny.build("wan", seed=1).save_pretrained(folder / "transformer_2")
     (folder / "model_index.json").write_text(json.dumps({"boundary_ratio": 0.875}))
@@ -250,17 +240,12 @@ def test_two_experts_sample_as_the_stock_pipeline(
 
 
 def test_an_image_becomes_a_clip_as_the_stock_pipeline_makes_it(
-    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clips: Path, tmp_path: Path, written: list[np.ndarray]
 ) -> None:
     import diffusers
     import transformers
     from PIL import Image
 
-    written: list[Any] = []
-    monkeypatch.setattr(
-        "megaslide.data.samples.write_video", lambda path, frames, fps: (
-            written.append(frames), path.write_bytes(b"video"))
-    )  # fmt: skip
     folder = write_pipeline(tmp_path / "pipeline", "ltx")
     # As the published one has it, 8x32x32 pixels to a voxel: positions are in pixels.
     steps = (True, True, True, False)

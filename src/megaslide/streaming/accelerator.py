@@ -4,8 +4,8 @@ The lanes are the same threads as on the CPU. One waits for the host's events, s
 what to copy, and looks after it until it is done; so a copy's span is the copy, errors come out of
 its event, and a region that the store lends is given back in time. Compute does not wait for the
 thread: a load is `issued` with an event of the device, and the compute stream waits for that, so
-that Python runs ahead of the device. Nobody else waits on a stream, and no stream or buffer is made
-after the start.
+that Python runs ahead of the device. Nobody else waits on a stream, and all streams are made at the
+start.
 
 Everything passes through `Runtime`, the few calls that the backend makes to the device's own
 library. torch has them for CUDA, ROCm and XPU alike; a test gives others, which run on any machine.

@@ -84,7 +84,7 @@ class StreamOptions:
         if self.micro_batch_size != 1:
             now = "the whole batch" if self.micro_batch_size is None else self.micro_batch_size
             ways.append(f"a smaller micro_batch_size (now {now})")
-        if self.activations in ("auto", "device"):
+        if self.activations == "device":
             ways.append("activations='host' (now on the device)")
         if self.slots > 2:
             ways.append(f"slots=2 (now {self.slots})")
