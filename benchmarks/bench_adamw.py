@@ -7,7 +7,8 @@ parameters needs two casts around his update, which a user pays and which theref
 are compared with torch.optim.AdamW's first; then all take turns within one run, and medians are
 divided.
 A ratio a_over_b says how many times as fast a is (for the triad: bytes per second), so more is
-better. Null: not installed, or no such update on the CPU; `absent` says which.
+better. Null: not installed (pip install 'megaslide[peers]') or of no use on the CPU; `absent` says
+which.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from megaslide.planning.rates import ADAMW_BYTES, TRIAD_BYTES, triad_
 
 SETTINGS = AdamWSettings(lr=1e-5)
 RELATIVE = 1e-6
+PEERS = ("deepspeed", "bitsandbytes", "torchao")
 BYTES = {"triad": TRIAD_BYTES, "split": ADAMW_BYTES, "split8": 8 + 6 + 16 / BLOCK8}
 """Read and written per element; split8 reads a code for each moment and writes it."""
 
@@ -126,6 +128,11 @@ def bnb8(grad: Tensor) -> Callable[[], None]:
     return with_casts(grad, lambda p: optimizer(p, lr=SETTINGS.lr))
 
 
+def torchao8(grad: Tensor) -> Callable[[], None]:
+    optimizer = importlib.import_module("torchao.optim").AdamW8bit
+    return with_casts(grad, lambda p: optimizer(p, lr=SETTINGS.lr))
+
+
 # ---- the run --------------------------------------------------------------------------------
 
 
@@ -139,7 +146,7 @@ def contenders(n: int, threads: int) -> tuple[dict[str, Callable[[], None]], dic
         "torch_fused": torch_fused(grad),
     }
     absent = {}
-    for name, build in (("deepspeed", deepspeed), ("bnb8", bnb8)):
+    for name, build in (("deepspeed", deepspeed), ("bnb8", bnb8), ("torchao8", torchao8)):
         try:
             present[name] = build(grad)
             present[name]()
@@ -175,13 +182,14 @@ def measure(n: int, threads: int, rounds: int) -> dict[str, Any]:
     rate = {name: BYTES[name] * n / median[name] / 1e9 for name in BYTES}
     name = library.load().megaslide_instruction_set
     name.restype = ctypes.c_char_p
-    machine = probe(Path.cwd())
+    machine = probe()
     return {
         "split_over_triad": rate["split"] / rate["triad"],
         "split_over_torch_fused": faster("split", "torch_fused"),
         "split_over_deepspeed": faster("split", "deepspeed"),
         "split8_over_split": faster("split8", "split"),
         "split8_over_bnb8": faster("split8", "bnb8"),
+        "split8_over_torchao8": faster("split8", "torchao8"),
         "absent": absent,
         "elements": n,
         "threads": threads,
@@ -190,9 +198,9 @@ def measure(n: int, threads: int, rounds: int) -> dict[str, Any]:
         "gb_per_s": rate,
         "median_s": median,
         "fastest_s": {name: min(values) for name, values in taken.items()},
-        "packages": {p: package_version(p) for p in ("torch", "deepspeed", "bitsandbytes")},
+        "packages": {p: package_version(p) for p in ("torch", *PEERS)},
         "commit": machine.commit,
-        "machine": machine.to_dict(),
+        "machine": machine.provenance(),
     }
 
 

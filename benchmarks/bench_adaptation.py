@@ -261,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "settings": dataclasses.asdict(settings),
         "rows": rows,
         "threads": torch.get_num_threads(),
-        "machine": probe(Path.cwd()).to_dict(),
+        "machine": probe().provenance(),
     }
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")

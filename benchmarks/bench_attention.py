@@ -1,6 +1,6 @@
 """3D-DSA on the CPU beside grid_sample and dense attention: time, memory, fraction of the limit.
 
-    python benchmarks/bench_attention.py [--tokens 2048 4096 16384] [--threads 1 2] [--json FILE]
+    python benchmarks/bench_attention.py [--tokens N ...] [--threads N ...] [--json FILE]
 
 The peers: the operator as one would write it with torch's grid_sample in fp32, which holds every
 sample, and dense scaled_dot_product_attention of the same dtype, which answers another question at
@@ -37,6 +37,7 @@ from typing import Any
 
 import psutil
 import torch
+from attention_table import ratios, table
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -52,6 +53,7 @@ SIZES = {2048: (8, 16, 16), 4096: (16, 16, 16), 8192: (8, 32, 32), 16384: (16, 3
 KINDS: tuple[Any, ...] = ("none", "shift", "affine", "tap")
 PEER_KIND: Any = "affine"
 MOST_PEER_TOKENS = 16384  # beyond, they take minutes and many gigabytes
+DEFAULT_TOKENS = (2048, 4096, 16384, 65536)
 BUDGET_S = 3.0  # of each contender, for its runs after the first
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -316,13 +318,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 rows += measure_size(
                     tokens, name, arguments.kinds, arguments.rounds, grid_sample, peaks
                 )
-                for row in rows[-2 * len(arguments.kinds) :] if arguments.progress else ():
-                    print(json.dumps(row), flush=True)
+                if arguments.progress:
+                    print(table(rows[-2 * len(arguments.kinds) :]), flush=True)
     name = library.load().megaslide_instruction_set
     name.restype = ctypes.c_char_p
-    machine = probe(Path.cwd())
+    machine = probe()
     return {
         "rows": rows,
+        "ratios": ratios(rows),
         "heads": HEADS,
         "head_dim": HEAD_DIM,
         "window": WINDOW,
@@ -332,24 +335,27 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "isa": name().decode(),
         "packages": {p: package_version(p) for p in ("torch", "megaslide")},
         "commit": machine.commit,
-        "machine": machine.to_dict(),
+        "machine": machine.provenance(),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", choices=SIZES, default=[2048, 4096, 16384])
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", choices=SIZES, default=list(DEFAULT_TOKENS)
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--progress", action="store_true", help="print each row as it is measured")
+    parser.add_argument("--progress", action="store_true", help="print rows as they are measured")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     arguments = parser.parse_args()
     result = measure(arguments)
-    text = json.dumps(result, indent=2)
     if arguments.json:
-        arguments.json.write_text(text + "\n")
-    print(text)
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    print(table(result["rows"]))
+    for name, (least, most) in result["ratios"].items():
+        print(f"{name}: {least:.2f} to {most:.2f}")
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def main() -> None:
     result |= run(options)
     result["after_gb_s"] = disk_gb_s(options.folder)
     result |= slowest_lane(result)
-    result["machine"] = probe(options.folder).to_dict()
+    result["machine"] = probe().provenance()
     result["threads"] = torch.get_num_threads()
     options.json.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps({k: v for k, v in result.items() if k != "machine"}, indent=2))

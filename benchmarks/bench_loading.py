@@ -56,7 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         require_same(Path(folder) / "small")
         result = run(Path(folder) / "large", options)
-    result["machine"] = probe(options.folder).to_dict()
+    result["machine"] = probe().provenance()
     options.json.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps({k: v for k, v in result.items() if k != "machine"}, indent=2))
 

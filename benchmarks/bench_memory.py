@@ -98,7 +98,7 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
     result = {
         "rows": rows, "window": WINDOW, "heads": HEADS, "head_dim": HEAD_DIM, "side": SIDE,
-        "threads": torch.get_num_threads(), "machine": probe(Path.cwd()).to_dict(),
+        "threads": torch.get_num_threads(), "machine": probe().provenance(),
     }  # fmt: skip
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -35,7 +35,7 @@ from megaslide.streaming.memory import planned_device_bytes
 from megaslide.streaming.records import planned_bytes
 from megaslide.streaming.store import StoreSettings, plan_store
 
-STEPS = 5
+STEPS, WARM_STEPS = 5, 2
 PROFILED_DEPTH = 3
 DETAILS = ("rows", "choices", "machine")
 """Keys that are too long for a screen."""
@@ -137,15 +137,21 @@ def predicted(case: Case, loads: Sequence[UnitLoad], model: StreamedModel, disk:
     return simulate([resident, *[block] * case.depth], schedule).step_s
 
 
-def measured(model: StreamedModel, case: Case) -> float:
-    """Median seconds of a step in steady state."""
-    step, seconds = step_of(model, case, case.micro_batches), []
-    for number in range(STEPS + 2):
+def measured(model: StreamedModel, case: Case) -> tuple[list[float], list[float]]:
+    """Seconds of each step in steady state, and the disk's rate between them, one number more.
+
+    A disk on which bursts are paid from credits may halve its rate from one step to the next, so
+    that a step can only be held against what the disk gave just before and after it.
+    """
+    step, seconds, rates = step_of(model, case, case.micro_batches), [], []
+    for _ in range(WARM_STEPS):
+        step()
+    for _ in range(STEPS):
+        rates.append(disk_bytes_s(case))
         start = time.perf_counter()
         step()
-        if number >= 2:
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+        seconds.append(time.perf_counter() - start)
+    return seconds, [*rates, disk_bytes_s(case)]
 
 
 def bytes_exact(model: StreamedModel, case: Case) -> bool:
@@ -164,21 +170,30 @@ def run(cases: Sequence[Case]) -> list[dict[str, Any]]:
     rows = []
     for case in cases:
         model = case.build(case.depth, link_gb_s=case.link_gb_s)
-        before = profiled(case), disk_bytes_s(case)
-        seconds = measured(model, case)
-        after = profiled(case), disk_bytes_s(case)
-        guesses = [predicted(case, loads, model, disk) for loads, disk in (before, after)]
-        guess = statistics.mean(guesses)
+        before = profiled(case)
+        steps, rates = measured(model, case)
+        profiles = (before, profiled(case))
+        guesses = [
+            statistics.mean(predicted(case, loads, model, disk) for loads in profiles)
+            for disk in (harmonic_mean(pair) for pair in itertools.pairwise(rates))
+        ]
         exact = bytes_exact(model, case)
         model.close()
+        guess, seconds = statistics.median(guesses), statistics.median(steps)
+        error = statistics.median(g / s - 1 for g, s in zip(guesses, steps, strict=True))
         rows.append({
-            **vars(case), "predicted_s": guess, "measured_s": seconds,
-            "error": guess / seconds - 1, "bytes_exact": exact, "profiles_s": guesses,
-            "disk_bytes_s": None if case.tier == "ram" else [before[1], after[1]],
+            **vars(case), "predicted_s": guess, "measured_s": seconds, "error": error,
+            "bytes_exact": exact, "steps_s": steps, "predictions_s": guesses,
+            "disk_bytes_s": None if case.tier == "ram" else rates,
         })  # fmt: skip
         print(f"{case}\n  predicted {guess:.3f} s, measured {seconds:.3f} s, "
-              f"{100 * rows[-1]['error']:+.1f} %", flush=True)  # fmt: skip
+              f"{100 * error:+.1f} %", flush=True)  # fmt: skip
     return rows
+
+
+def harmonic_mean(pair: tuple[float, float]) -> float:
+    """Of two rates, each for as many bytes: what they are together."""
+    return 2 / (1 / pair[0] + 1 / pair[1])
 
 
 def disk_bytes_s(case: Case) -> float:
@@ -242,7 +257,7 @@ def main() -> None:
         "choice_over_best": {each["name"]: each["choice_over_best"] for each in choices},
         "choices": choices,
         "threads": torch.get_num_threads(),
-        "machine": probe(Path.cwd()).to_dict(),
+        "machine": probe().provenance(),
     }
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")

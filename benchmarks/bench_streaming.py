@@ -167,7 +167,7 @@ def run() -> dict[str, Any]:
         "gate": f"losses of 3 steps within {RELATIVE} of plain PyTorch",
         "threads": torch.get_num_threads(),
         "commit": _commit(),
-        "machine": probe(Path.cwd()).to_dict(),
+        "machine": probe().provenance(),
     }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality.report import markdown_table
+from benchmarks.quality.report import losses_table, samples_table
 from benchmarks.quality.study import Settings, is_current, read_results
 from benchmarks.quality.tables import Result, rows_of, select, strongest_block
 
@@ -33,7 +33,11 @@ def page() -> str:
 
 
 def study() -> str:
-    return markdown_table(rows_of(current(), "base"))
+    return losses_table(current(), "base")
+
+
+def samples() -> str:
+    return samples_table(current(), "base")
 
 
 def longer() -> str:
@@ -108,6 +112,7 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "study": study,
+    "samples": samples,
     "longer": longer,
     "offsets": offsets,
     "adaptation": adaptation,

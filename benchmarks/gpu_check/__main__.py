@@ -208,7 +208,7 @@ def _machine() -> dict[str, Any]:
     from megaslide.planning.hardware import package_version, probe
 
     versions = {name: package_version(name) for name in ("torch", "triton")}
-    return {**probe(ROOT).to_dict(), "versions": versions}
+    return {**probe().provenance(), "versions": versions}
 
 
 def _default_folder(options: argparse.Namespace) -> Path:

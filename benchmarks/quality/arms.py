@@ -31,6 +31,9 @@ BASE: dict[str, Any] = {
 FIXED = {"attention_kind": "neighborhood"}
 REACH = (5, 9, 9)
 """What a 3x3x3 window can see when no tap moves by more than (1, 3, 3) voxels."""
+LONGER = {"fixed-longer": 1.75}
+"""Arms that train for more steps than the others, by how many times as many: the control for time,
+which needs no more of it than the arms that are compared with it."""
 
 
 def arms() -> dict[str, VideoDiTConfig]:
@@ -59,6 +62,7 @@ def _plain_arms() -> dict[str, dict[str, Any]]:
         "dense": {"attention_kind": "dense"},
         "swin": {"attention_kind": "swin"},
         "fixed": FIXED,
+        "fixed-longer": FIXED,
         "fixed-355": {**FIXED, "window": (3, 5, 5)},
         "fixed-reach": {**FIXED, "window": REACH},
         "affine-355": {"offset_kind": "affine", "window": (3, 5, 5)},

@@ -13,10 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.quality.arms import BASE, arms
+from benchmarks.quality.plan import MAIN
 from benchmarks.quality.study import HELD_OUT_SEED, LEVELS
 from benchmarks.quality.tables import (
     Result,
-    equal_time,
+    Row,
+    base_steps,
     rows_of,
     select,
     strongest_block,
@@ -55,7 +57,7 @@ def loss_by_level(results: Sequence[Result]) -> Figure | None:
 
 
 def equal_budgets(results: Sequence[Result]) -> Figure | None:
-    """Base world: loss after equal steps, loss over parameters, loss after equal CPU time."""
+    """Base world: loss after equal steps, over parameters, over CPU time."""
     own = select(results, world="base")
     if not own:
         return None
@@ -63,18 +65,22 @@ def equal_budgets(results: Sequence[Result]) -> Figure | None:
     figure = _figure(11, 0.9 + 0.28 * max(len(rows), 6))
     steps, parameters, times = figure.subplots(1, 3)
     _dots(steps, {row.arm: row.losses for row in rows})
-    steps.set(title=f"equal steps ({own[0]['settings']['steps']})", xlabel="validation loss")
-    for row in rows:
-        count = [row.parameters / 1e3] * len(row.losses)
-        parameters.plot(count, row.losses, "o", ms=5, alpha=0.8, color=_colour(row.arm))
-        parameters.annotate(
-            row.arm, (count[0], row.mean), fontsize=6, xytext=(4, 0), textcoords="offset points"
-        )
-    parameters.set(title="by parameters", xlabel="thousand parameters", ylabel="validation loss")
-    seconds, losses = equal_time(own)
-    _dots(times, losses)
-    times.set(title=f"equal CPU time ({seconds:.0f} s of training)", xlabel="validation loss")
+    steps.set(title=f"after {base_steps(own)} steps (but for -longer)", xlabel="validation loss")
+    for axes, label, x in (
+        (parameters, "thousand parameters", lambda r: [r.parameters / 1e3] * len(r.losses)),
+        (times, "CPU seconds of training", lambda r: r.train_cpu_s),
+    ):
+        _scatter(axes, [(row, x(row)) for row in rows])
+        axes.set(xlabel=label, ylabel="validation loss")
     return figure
+
+
+def _scatter(axes: Axes, points: Sequence[tuple[Row, Sequence[float]]]) -> None:
+    """One mark per seed, the arm's name beside its mean."""
+    for row, x in points:
+        axes.plot(x, row.losses, "o", ms=5, alpha=0.8, color=_colour(row.arm))
+        at = (float(np.mean(x)), row.mean)
+        axes.annotate(row.arm, at, fontsize=6, xytext=(4, 0), textcoords="offset points")
 
 
 def loss_over_time(results: Sequence[Result]) -> Figure | None:
@@ -110,7 +116,7 @@ def loss_by_speed(results: Sequence[Result]) -> Figure | None:
     seen: set[str] = set()
     for index, world in enumerate(names):
         for row in rows_of(results, world):
-            if row.arm not in ("dense", "fixed", "shift", "affine"):
+            if row.arm not in MAIN:
                 continue
             speed = sum(WORLDS[world].speed) / 2
             label = None if row.arm in seen else row.arm
@@ -210,7 +216,10 @@ def windows_on_a_sprite(results: Sequence[Result]) -> Figure | None:
 
 FIGURES: dict[str, tuple[str, Callable[[Sequence[Result]], Figure | None]]] = {
     "loss_by_level": ("Validation loss by noise level; one line per seed.", loss_by_level),
-    "equal_budgets": ("Equal steps, parameters, CPU time; one dot per seed.", equal_budgets),
+    "equal_budgets": (
+        "Loss after equal steps, by parameters, by CPU time; one dot per seed.",
+        equal_budgets,
+    ),
     "loss_over_time": ("The same models while they train; one line per seed.", loss_over_time),
     "loss_by_speed": ("How far the sprite moves per frame.", loss_by_speed),
     "other_worlds": (

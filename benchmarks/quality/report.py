@@ -10,17 +10,20 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from benchmarks.quality.arms import LONGER
 from benchmarks.quality.figures import FIGURES, STYLE
 from benchmarks.quality.study import Settings, is_current, read_results, write_atomically
 from benchmarks.quality.tables import (
     BASELINE,
     Result,
     Row,
+    Sampled,
     against,
-    equal_time,
+    against_longer,
+    base_steps,
     of_sprite,
     rows_of,
-    select,
+    sampled_of,
     worlds_of,
 )
 from megaslide.errors import InputError
@@ -30,14 +33,16 @@ TITLE = "Does learned motion earn its cost?"
 HEAD = [
     "arm",
     "parameters",
-    "CPU ms per step",
+    "CPU s",
     "MB kept",
     "loss by seed",
     "mean",
     "mean, sprite's cells",
     f"against {BASELINE}",
     f"sprite's cells, against {BASELINE}",
+    f"against {BASELINE}-longer",
 ]
+SAMPLED = ["samples of", "energy", "gathered", "identity", "off the path, cells"]
 _LEAD = (
     "The same small video transformer, trained on synthetic latent videos of known motion, "
     "differing in its self-attention only. Arms of one seed saw the same clips and noise."
@@ -46,7 +51,9 @@ _NOTE = (
     "Loss: flow matching, mean over five noise levels on held-out clips. Verdicts compare with "
     f"`{BASELINE}` (neighbourhood attention, 3x3x3) seed by seed; where seeds disagree, nothing "
     "is concluded. CPU seconds are those of training, one thread. Bytes are what autograd keeps "
-    "between forward and backward of one step, outside of parameters."
+    "between forward and backward of one step, outside of parameters. Samples: energy over that of "
+    "true clips, the share of it in one sprite's square, the correlation of that square from frame "
+    "to frame, and how far squares are from a lawful path; true clips in the first line."
 )
 _FOOTER = "Every number and figure on this page is computed from the JSONs of the runs."
 
@@ -65,91 +72,92 @@ def write_report(folder: Path, settings: Settings) -> Path:
         raise InputError(f"{folder} holds no result of {settings}", "run `make ablation`")
     write_atomically(folder / "summary.md", summary(results))
     body = [f"<p class='lead'>{_LEAD}</p>", f"<p class='note'>{escape(_count(results, every))}</p>"]
-    body += [_equal_time(results), f"<p class='note'>{_NOTE}</p>"]
-    body += [_table(world, rows_of(results, world)) for world in worlds_of(results)]
+    body.append(f"<p class='note'>{_NOTE}</p>")
+    for world in worlds_of(results):
+        body.append(f"<h2>{escape(world)}</h2>{_table(HEAD, _lines(rows_of(results, world)))}")
+        body.append(_table(SAMPLED, _sampled_lines(results, world)))
     body += _figures(results, folder / "figures")
     body.append(_machines(results))
     return write_page(folder / "report.html", title=TITLE, body="".join(body), footer=_FOOTER)
 
 
 def _count(results: Sequence[Result], every: Sequence[Result]) -> str:
-    steps = results[0]["settings"]["steps"]
     left_out = len(every) - len(results)
-    text = f"{len(results)} runs of {steps} steps."
-    return (
-        f"{text} {left_out} runs of other settings, worlds or models are left out."
-        if left_out
-        else text
+    return _runs(results) + (
+        f" {left_out} runs of other settings, worlds or models are left out." if left_out else ""
     )
+
+
+def _runs(results: Sequence[Result]) -> str:
+    return f"{len(results)} runs of {base_steps(results)} steps ({', '.join(LONGER)}: more)."
 
 
 def summary(results: Sequence[Result]) -> str:
     """The tables as Markdown."""
-    parts = [f"# {TITLE}\n", f"{len(results)} runs of {results[0]['settings']['steps']} steps.\n"]
+    parts = [f"# {TITLE}\n", f"{_runs(results)}\n"]
     for world in worlds_of(results):
-        parts.append(f"## {world}\n\n{markdown_table(rows_of(results, world))}\n")
-    seconds, losses = equal_time(select(results, world="base") or results)
-    parts.append(f"## base, after {seconds:.0f} s of CPU\n")
-    parts += [f"- {arm}: {_numbers(values)}" for arm, values in _ranked(losses)]
-    return "\n".join(parts) + "\n"
+        parts.append(f"## {world}\n\n{losses_table(results, world)}\n")
+        if sampled_of(results, world):
+            parts.append(f"{samples_table(results, world)}\n")
+    return "\n".join(parts)
 
 
-def markdown_table(rows: Sequence[Row]) -> str:
-    """One line per arm, lowest mean loss first."""
-    lines = [HEAD, ["---"] * len(HEAD), *_lines(rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def losses_table(results: Sequence[Result], world: str) -> str:
+    """Markdown: one line per arm, lowest mean loss first."""
+    return _markdown(HEAD, _lines(rows_of(results, world)))
 
 
-def _table(world: str, rows: Sequence[Row]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in HEAD)
-    lines = (
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-        for cells in _lines(rows)
-    )
-    table = f"<table><tr>{head}</tr>{''.join(lines)}</table>"
-    return f"<h2>{escape(world)}</h2><div class='wide'>{table}</div>"
+def samples_table(results: Sequence[Result], world: str) -> str:
+    """Markdown: what each arm drew, by seed, true clips first."""
+    return _markdown(SAMPLED, _sampled_lines(results, world))
+
+
+def _markdown(head: list[str], lines: Sequence[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    if not lines:
+        return ""
+    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    rows = (f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in lines)
+    return f"<div class='wide'><table><tr>{names}</tr>{''.join(rows)}</table></div>"
 
 
 def _lines(rows: Sequence[Row]) -> list[list[str]]:
     """Cells of the rows, lowest mean loss first."""
-    baseline = next((row for row in rows if row.arm == BASELINE), None)
+    named = {row.arm: row for row in rows}
+    baseline, longer = named.get(BASELINE), named.get(f"{BASELINE}-longer")
     return [
         [
             row.arm,
             f"{row.parameters:,}",
-            f"{1e3 * statistics.fmean(row.step_cpu_s):.0f}",
+            f"{statistics.fmean(row.train_cpu_s):.0f}",
             f"{row.saved_bytes / 1e6:.1f}",
             _numbers(row.losses),
             f"{row.mean:.4f}",
             f"{statistics.fmean(row.sprite_losses):.4f}",
             against(row, baseline),
             against(of_sprite(row), baseline and of_sprite(baseline)),
+            against_longer(row, longer),
         ]
         for row in sorted(rows, key=lambda row: row.mean)
     ]
 
 
+def _sampled_lines(results: Sequence[Result], world: str) -> list[list[str]]:
+    return [
+        [row.arm, *(" ".join(f"{x:.2f}" for x in values) for values in _by_name(row))]
+        for row in sampled_of(results, world)
+    ]
+
+
+def _by_name(row: Sampled) -> tuple[list[float], ...]:
+    return row.energy, row.gathered, row.identity, row.path
+
+
 def _numbers(values: Sequence[float]) -> str:
     return " ".join(f"{value:.4f}" for value in values)
-
-
-def _ranked(losses: dict[str, list[float]]) -> list[tuple[str, list[float]]]:
-    return sorted(losses.items(), key=lambda pair: statistics.fmean(pair[1]))
-
-
-def _equal_time(results: Sequence[Result]) -> str:
-    own = select(results, world="base")
-    if not own:
-        return ""
-    seconds, losses = equal_time(own)
-    lines = "".join(
-        f"<tr><td>{escape(name)}</td><td>{_numbers(values)}</td></tr>"
-        for name, values in _ranked(losses)
-    )
-    return (
-        f"<h2>base, at equal CPU time</h2><p class='note'>After {seconds:.0f} s of training, "
-        f"one thread.</p><table><tr><th>arm</th><th>loss by seed</th></tr>{lines}</table>"
-    )
 
 
 def _figures(results: Sequence[Result], folder: Path) -> list[str]:

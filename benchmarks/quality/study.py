@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.quality.arms import TEXT_DIM, arm
+from benchmarks.quality.arms import LONGER, TEXT_DIM, arm
 from benchmarks.quality.offsets import COVERED, measure_offsets
+from benchmarks.quality.samples import measure_samples
 from benchmarks.quality.worlds import WORLDS, Clips, World, definition, draw
 from megaslide.diffusion.objectives import FlowMatching, call_model, interpolate, velocity
 from megaslide.errors import InputError
@@ -45,9 +46,10 @@ logger = logging.getLogger(__name__)
 class Settings:
     """What all runs of a study share."""
 
-    steps: int = 1000
+    steps: int = 500
     batch: int = 4
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
+    """At its peak; it falls linearly to zero at the last step."""
     warmup: int = 25
     curve_every: int = 100
     """Steps between points of the validation curve."""
@@ -55,6 +57,16 @@ class Settings:
     """Held-out clips of the curve, and of the worlds that a run was not trained in."""
     held_out: int = 48
     """Clips of the final measurement."""
+    samples: int = 24
+    """Clips drawn from noise."""
+
+    def of(self, arm_name: str) -> "Settings":
+        """The settings of one arm, which may train longer than others."""
+        return dataclasses.replace(self, steps=round(LONGER.get(arm_name, 1) * self.steps))
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step, the first being 1."""
+        return self.learning_rate * min(1, step / self.warmup) * (1 - (step - 1) / self.steps)
 
 
 @dataclass(frozen=True, order=True)
@@ -73,7 +85,7 @@ class Run:
             InputError: a world or an arm that does not exist.
         """
         worlds = [definition(_world(name)) for name in (self.world, *self.also)]
-        parts = [dataclasses.asdict(settings), worlds, arm(self.arm).to_dict()]
+        parts = [dataclasses.asdict(settings.of(self.arm)), worlds, arm(self.arm).to_dict()]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
     def path(self, folder: Path, settings: Settings) -> Path:
@@ -89,7 +101,7 @@ def run_study(runs: Sequence[Run], folder: Path, settings: Settings) -> list[Pat
         The JSONs of all runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    machine = provenance()
+    machine = probe().provenance()
     paths = [run.path(folder, settings) for run in runs]
     missing = [(run, path) for run, path in zip(runs, paths, strict=True) if not path.exists()]
     logger.info("%d of %d runs are there already", len(runs) - len(missing), len(runs))
@@ -101,13 +113,6 @@ def run_study(runs: Sequence[Run], folder: Path, settings: Settings) -> list[Pat
             number, len(missing), path.stem, result["loss"], result["train_cpu_s"],
         )  # fmt: skip
     return paths
-
-
-def provenance() -> dict[str, Any]:
-    """What the figures depend on beside the code: machine, versions, commit."""
-    facts = probe().to_dict()
-    names = ("cpu", "cores_usable", "isa", "python", "packages", "megaslide", "commit")
-    return {name: facts[name] for name in (*names, "native_reason")}
 
 
 def read_results(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -147,7 +152,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 def carry_out(run: Run, settings: Settings) -> dict[str, Any]:
     """Train and measure one model; figures as the JSON has them."""
-    world, config = _world(run.world), arm(run.arm)
+    world, config, identity = _world(run.world), arm(run.arm), run.identity(settings)
+    settings = settings.of(run.arm)
     torch.manual_seed(run.seed)
     model = VideoDiT(config)
     held_out = _held_out(world, settings.held_out)
@@ -158,12 +164,15 @@ def carry_out(run: Run, settings: Settings) -> dict[str, Any]:
         "arm": run.arm,
         "world": run.world,
         "seed": run.seed,
-        "identity": run.identity(settings),
+        "identity": identity,
         "loss": final.mean,
         "loss_by_level": final.by_level,
         "sprite_loss_by_level": final.of_sprite,
         "zero_loss": 1 + held_out.latents.square().mean().item(),
         "elsewhere": {name: _loss_in(name, model, settings) for name in run.also},
+        "sampled": measure_samples(
+            model, world, held_out, settings.samples, _no_text(settings.samples)
+        ),
         "offsets": measure_offsets(model, held_out, lambda: losses_at(model, held_out, 0.5)),
         "parameters": sum(p.numel() for p in model.parameters()),
         "saved_bytes": saved_bytes,
@@ -227,7 +236,7 @@ def _train(
     for step in range(1, settings.steps + 1):
         batch = _training_batch(world, settings.batch, generator)
         for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * min(1, step / settings.warmup)
+            group["lr"] = settings.rate(step)
         start = time.process_time()
         _objective_loss(model, batch).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from benchmarks.quality.arms import arms
 from benchmarks.quality.worlds import WORLDS
 
@@ -27,7 +25,7 @@ class Row:
     sprite_losses: list[float]
     parameters: int
     saved_bytes: int
-    step_cpu_s: list[float]
+    train_cpu_s: list[float]
 
     @property
     def mean(self) -> float:
@@ -48,7 +46,7 @@ def rows_of(results: Sequence[Result], world: str) -> list[Row]:
                     sprite_losses=[sprite_loss(r) for r in own],
                     parameters=own[0]["parameters"],
                     saved_bytes=own[0]["saved_bytes"],
-                    step_cpu_s=[r["step_cpu_s"] for r in own],
+                    train_cpu_s=[r["train_cpu_s"] for r in own],
                 )
             )
     return rows
@@ -67,6 +65,11 @@ def sprite_loss(result: Result) -> float:
 def of_sprite(row: Row) -> Row:
     """The row with the losses of the sprite's cells in the place of those of all cells."""
     return replace(row, losses=row.sprite_losses)
+
+
+def base_steps(results: Sequence[Result]) -> int:
+    """Steps of the arms that train no longer than others."""
+    return min(int(r["settings"]["steps"]) for r in results)
 
 
 def worlds_of(results: Sequence[Result]) -> list[str]:
@@ -90,17 +93,37 @@ def against(row: Row, baseline: Row | None) -> str:
     return "seeds disagree"
 
 
-def equal_time(results: Sequence[Result]) -> tuple[float, dict[str, list[float]]]:
-    """The CPU seconds of the fastest run, and each arm's losses after as many, by seed.
+def against_longer(row: Row, longer: Row | None) -> str:
+    """Verdict on a row against the baseline that had more CPU time than it, in every seed."""
+    if longer is None or row.arm.startswith(BASELINE):
+        return ""
+    if max(row.train_cpu_s) > min(longer.train_cpu_s):
+        return "took longer"
+    return against(row, longer)
 
-    Losses lie on the curve of `curve_clips` held-out clips, interpolated between its points.
-    """
-    seconds = min(r["train_cpu_s"] for r in results)
-    losses: dict[str, list[float]] = {}
-    for result in sorted(results, key=lambda r: r["seed"]):
-        times, values = zip(*((p["cpu_s"], p["loss"]) for p in result["curve"]), strict=True)
-        losses.setdefault(result["arm"], []).append(float(np.interp(seconds, times, values)))
-    return seconds, losses
+
+@dataclass(frozen=True)
+class Sampled:
+    """What all seeds of one arm drew in one world: means over clips, by seed."""
+
+    arm: str
+    energy: list[float]
+    gathered: list[float]
+    identity: list[float]
+    path: list[float]
+
+
+def sampled_of(results: Sequence[Result], world: str) -> list[Sampled]:
+    """One row per arm, and `true`, what the same numbers are for true clips; [] without samples."""
+    own = [r for r in select(results, world=world) if r["sampled"] is not None]
+    if not own:
+        return []
+    rows = [("true", [own[0]["sampled"]["true"]])]
+    for arm in arms():
+        of_arm = sorted(select(own, arm=arm), key=lambda r: r["seed"])
+        rows += [(arm, [r["sampled"]["samples"] for r in of_arm])] if of_arm else []
+    names = ("energy", "gathered", "identity", "path")
+    return [Sampled(arm, *([s[name] for s in seeds] for name in names)) for arm, seeds in rows]
 
 
 def strongest_block(result: Result) -> int:

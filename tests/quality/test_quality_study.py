@@ -14,7 +14,7 @@ from benchmarks.quality.__main__ import main
 from benchmarks.quality.arms import arm, arms
 from benchmarks.quality.plan import PARTS, SMOKE_SETTINGS, runs_of
 from benchmarks.quality.study import losses
-from benchmarks.quality.tables import Row, against, equal_time
+from benchmarks.quality.tables import Row, against, against_longer
 from benchmarks.quality.worlds import WORLDS, draw
 from megaslide.models.dit import VideoDiT, count_parameters
 
@@ -66,7 +66,7 @@ def test_stopped_study_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.M
 def test_repeated_run_gives_the_same_result(tmp_path: Path) -> None:
     run = study.Run("affine", "base", 1)
     first, second = (study.carry_out(run, SMOKE_SETTINGS) for _ in range(2))
-    for figure in ("loss", "loss_by_level", "offsets", "saved_bytes"):
+    for figure in ("loss", "loss_by_level", "sampled", "offsets", "saved_bytes"):
         assert first[figure] == second[figure]
 
 
@@ -142,14 +142,23 @@ def test_verdict_needs_agreeing_seeds(losses: list[float], verdict: str) -> None
     assert verdict in against(row("affine", losses), row("fixed", [0.3, 0.4]))
 
 
-def test_equal_time_is_that_of_the_fastest() -> None:
-    slow = [{"step": 1, "cpu_s": 4.0, "loss": 1.0}, {"step": 2, "cpu_s": 8.0, "loss": 0.5}]
-    quick = [{"step": 1, "cpu_s": 3.0, "loss": 1.0}, {"step": 2, "cpu_s": 6.0, "loss": 0.7}]
-    results = [
-        {"arm": name, "seed": 0, "curve": curve, "train_cpu_s": curve[-1]["cpu_s"]}
-        for name, curve in (("slow", slow), ("quick", quick))
-    ]
-    assert equal_time(results) == (6.0, {"slow": [0.75], "quick": [0.7]})
+def test_time_is_compared_with_a_baseline_that_had_no_less() -> None:
+    longer = dataclasses.replace(row("fixed-longer", [0.3, 0.4]), train_cpu_s=[1.5, 1.5])
+    assert against_longer(row("affine", [0.1, 0.2]), longer) == "lower in all 2 seeds"
+    slow = dataclasses.replace(row("tap", [0.1, 0.2]), train_cpu_s=[1.0, 1.6])
+    assert against_longer(slow, longer) == "took longer"
+    assert against_longer(longer, longer) == ""
+
+
+def test_longer_arm_trains_longer_and_ends_at_a_rate_of_zero() -> None:
+    settings = study.Settings()
+    longer = settings.of("fixed-longer")
+    assert longer.steps > settings.steps == settings.of("fixed").steps
+    for each in (settings, longer):
+        rates = [each.rate(step) for step in range(1, each.steps + 1)]
+        assert max(rates) == pytest.approx(each.learning_rate, rel=0.1)
+        assert rates[0] < 0.1 * each.learning_rate
+        assert 0 < rates[-1] < 0.01 * each.learning_rate
 
 
 def test_settings_keep_results_apart(tmp_path: Path) -> None:

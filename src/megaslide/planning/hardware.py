@@ -64,6 +64,10 @@ class Machine:
         """The record as JSON-ready types."""
         return asdict(self)
 
+    def provenance(self) -> dict[str, Any]:
+        """What a published result depends on: the record without folders and what is free there."""
+        return {k: v for k, v in asdict(self).items() if not k.startswith("disk_")}
+
 
 def probe(folder: Path = Path()) -> Machine:
     """Ask the system everything; about two seconds where torch is not imported yet.
