@@ -4,15 +4,15 @@
 
 For each size of model, what a block's work takes is profiled on a model of three blocks with
 nothing overlapped; the simulated engine then predicts deeper models on emulated links of all
-speeds. Profile and measurement alternate, because a shared machine drifts. A correctness gate comes
-first: the streamed model must train as plain PyTorch does. At last every choice that a config may
-leave open is measured for some configurations, beside what the planner chooses.
+speeds, and on emulated disks: what a real one gives from second to second is another question
+(`bench disk`). Profile and measurement alternate, because a shared machine drifts. A correctness
+gate comes first: the streamed model must train as plain PyTorch does. At last every choice that a
+config may leave open is measured for some configurations, beside what the planner chooses.
 """
 
 import argparse
 import itertools
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -27,7 +27,6 @@ from plan_choices import sweep
 
 from megaslide.planning.hardware import probe
 from megaslide.planning.profile import profile
-from megaslide.planning.rates import disk_rates
 from megaslide.planning.simulate import Load, Schedule, UnitLoad, simulate
 from megaslide.streaming import StreamedModel, TransferHooks, stream
 from megaslide.streaming.layout import UnitLayout
@@ -55,6 +54,7 @@ class Case:
     activations: str = "device"
     tier: str = "ram"
     gradient_tier: str = "ram"
+    disk_gb_s: float | None = None
 
     def build(self, depth: int, **options: Any) -> StreamedModel:
         torch.manual_seed(0)
@@ -62,7 +62,7 @@ class Case:
             Net(self.dim, depth), micro_batch_size=1, lr=1e-5, slots=self.slots,
             max_grad_norm=1.0 if self.clip else None, activations=self.activations,
             tier=self.tier, gradient_tier=self.gradient_tier, disk_path=tempfile.gettempdir(),
-            **options,
+            disk_gb_s=self.disk_gb_s, **options,
         )  # fmt: skip
 
 
@@ -77,9 +77,17 @@ CASES = [
     Case(dim=512, tokens=512, depth=12, link_gb_s=0.1, activations="host", micro_batches=2),
     Case(dim=768, tokens=256, depth=12, link_gb_s=0.3),
     Case(dim=768, tokens=256, depth=12, link_gb_s=0.3, slots=3, micro_batches=2, clip=False),
-    Case(dim=768, tokens=256, depth=16, link_gb_s=0.6, tier="disk"),
-    Case(dim=768, tokens=256, depth=16, link_gb_s=0.6, tier="disk", micro_batches=2),
-    Case(dim=1024, tokens=128, depth=12, link_gb_s=0.6, tier="disk", gradient_tier="disk"),
+    Case(dim=768, tokens=256, depth=16, link_gb_s=0.6, tier="disk", disk_gb_s=0.8),
+    Case(dim=768, tokens=256, depth=16, link_gb_s=0.6, tier="disk", disk_gb_s=0.5, micro_batches=2),
+    Case(
+        dim=1024,
+        tokens=128,
+        depth=12,
+        link_gb_s=0.6,
+        tier="disk",
+        disk_gb_s=0.6,
+        gradient_tier="disk",
+    ),
     Case(dim=1024, tokens=128, depth=12, link_gb_s=0.4),
     Case(dim=1024, tokens=128, depth=12, link_gb_s=0.4, clip=False, slots=3),
 ]
@@ -106,7 +114,7 @@ def profiled(case: Case) -> list[UnitLoad]:
     return [loads[0], loads[PROFILED_DEPTH - 1]]
 
 
-def on_machine(load: UnitLoad, layout: UnitLayout, case: Case, disk_bytes_s: float) -> UnitLoad:
+def on_machine(load: UnitLoad, layout: UnitLayout, case: Case) -> UnitLoad:
     """The load on the case's link and disk; a copy takes what the slower of link and memory do."""
     kinds = planned_bytes([layout])
     gradients = kinds.pop("gradients")
@@ -114,8 +122,10 @@ def on_machine(load: UnitLoad, layout: UnitLayout, case: Case, disk_bytes_s: flo
     def linked(own: Load) -> Load:
         return replace(own, seconds=max(own.seconds, own.nbytes / (case.link_gb_s * 1e9)))
 
-    def stored(nbytes: int) -> Load:
-        return Load(seconds=nbytes / disk_bytes_s, nbytes=nbytes)
+    def stored(nbytes: int) -> Load | None:
+        if case.disk_gb_s is None:
+            return None
+        return Load(seconds=nbytes / (case.disk_gb_s * 1e9), nbytes=nbytes)
 
     inputs = 4 * case.micro_batches * case.tokens * case.dim
     spilled = gradients if case.gradient_tier == "disk" else 0
@@ -127,9 +137,9 @@ def on_machine(load: UnitLoad, layout: UnitLayout, case: Case, disk_bytes_s: flo
     )  # fmt: skip
 
 
-def predicted(case: Case, loads: Sequence[UnitLoad], model: StreamedModel, disk: float) -> float:
+def predicted(case: Case, loads: Sequence[UnitLoad], model: StreamedModel) -> float:
     layouts = [model.store.units[0], model.store.units[1]]
-    resident, block = (on_machine(*pair, case, disk) for pair in zip(loads, layouts, strict=True))
+    resident, block = (on_machine(*pair, case) for pair in zip(loads, layouts, strict=True))
     schedule = Schedule(
         slots=case.slots, micro_batches=case.micro_batches, clip=case.clip,
         activations=case.activations, tier=case.tier, gradient_tier=case.gradient_tier,
@@ -137,21 +147,15 @@ def predicted(case: Case, loads: Sequence[UnitLoad], model: StreamedModel, disk:
     return simulate([resident, *[block] * case.depth], schedule).step_s
 
 
-def measured(model: StreamedModel, case: Case) -> tuple[list[float], list[float]]:
-    """Seconds of each step in steady state, and the disk's rate between them, one number more.
-
-    A disk on which bursts are paid from credits may halve its rate from one step to the next, so
-    that a step can only be held against what the disk gave just before and after it.
-    """
-    step, seconds, rates = step_of(model, case, case.micro_batches), [], []
-    for _ in range(WARM_STEPS):
-        step()
-    for _ in range(STEPS):
-        rates.append(disk_bytes_s(case))
+def measured(model: StreamedModel, case: Case) -> float:
+    """Median seconds of a step in steady state."""
+    step, seconds = step_of(model, case, case.micro_batches), []
+    for number in range(WARM_STEPS + STEPS):
         start = time.perf_counter()
         step()
-        seconds.append(time.perf_counter() - start)
-    return seconds, [*rates, disk_bytes_s(case)]
+        if number >= WARM_STEPS:
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
 def bytes_exact(model: StreamedModel, case: Case) -> bool:
@@ -171,36 +175,18 @@ def run(cases: Sequence[Case]) -> list[dict[str, Any]]:
     for case in cases:
         model = case.build(case.depth, link_gb_s=case.link_gb_s)
         before = profiled(case)
-        steps, rates = measured(model, case)
-        profiles = (before, profiled(case))
-        guesses = [
-            statistics.mean(predicted(case, loads, model, disk) for loads in profiles)
-            for disk in (harmonic_mean(pair) for pair in itertools.pairwise(rates))
-        ]
+        seconds = measured(model, case)
+        guesses = [predicted(case, loads, model) for loads in (before, profiled(case))]
+        guess = statistics.mean(guesses)
         exact = bytes_exact(model, case)
         model.close()
-        guess, seconds = statistics.median(guesses), statistics.median(steps)
-        error = statistics.median(g / s - 1 for g, s in zip(guesses, steps, strict=True))
         rows.append({
-            **vars(case), "predicted_s": guess, "measured_s": seconds, "error": error,
-            "bytes_exact": exact, "steps_s": steps, "predictions_s": guesses,
-            "disk_bytes_s": None if case.tier == "ram" else rates,
+            **vars(case), "predicted_s": guess, "measured_s": seconds,
+            "error": guess / seconds - 1, "bytes_exact": exact, "profiles_s": guesses,
         })  # fmt: skip
         print(f"{case}\n  predicted {guess:.3f} s, measured {seconds:.3f} s, "
-              f"{100 * error:+.1f} %", flush=True)  # fmt: skip
+              f"{100 * rows[-1]['error']:+.1f} %", flush=True)  # fmt: skip
     return rows
-
-
-def harmonic_mean(pair: tuple[float, float]) -> float:
-    """Of two rates, each for as many bytes: what they are together."""
-    return 2 / (1 / pair[0] + 1 / pair[1])
-
-
-def disk_bytes_s(case: Case) -> float:
-    """Of reading and writing at once; not a number where the case uses no disk."""
-    if case.tier == "ram":
-        return math.nan
-    return disk_rates(Path(tempfile.gettempdir())).both_bytes_s
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:

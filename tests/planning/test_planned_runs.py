@@ -59,6 +59,9 @@ def test_rates_are_those_of_the_file_the_link_and_the_budget(tmp_path: Path) -> 
     other = machine(configure(tmp_path, train__mixed_precision="bf16", **told), tmp_path)
     assert (other.flop_s, other.link_bytes_s, other.device_bytes) == (2e11, 2e9, 500_000_000)
     assert "emulated" in other.basis["link"]
+    slow = machine(configure(tmp_path, offload__disk_gb_s=1), tmp_path)
+    assert slow.disk_bytes_s == 1e9
+    assert "emulated" in slow.basis["disk"]
     fast = machine(configure(tmp_path, offload__link_gb_s=100), tmp_path)
     assert fast.link_bytes_s == 8e9, "no link is faster than the memory it is emulated in"
 

@@ -1,6 +1,8 @@
-"""The emulated link: copies take what the bandwidth says, asleep, both directions at once."""
+"""The emulated link and disk: transfers take what the bandwidth says, asleep."""
 
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +10,10 @@ import toys
 
 from megaslide.errors import InputError
 from megaslide.streaming import stream
+from megaslide.streaming.disk import RecordFile
 from megaslide.streaming.lanes import Lanes
 from megaslide.streaming.layout import find_blocks, plan_units
-from megaslide.streaming.memory import planned_device_bytes
+from megaslide.streaming.memory import host_memory, planned_device_bytes
 from megaslide.streaming.transfer import CpuTransfer
 from megaslide.tracing import Span, Trace
 
@@ -49,6 +52,33 @@ def test_directions_are_independent_and_nothing_spins() -> None:
     assert down[0].start < up[0].end
     assert up[0].start < down[0].end  # at the same time
     assert cpu < 0.1  # of 0.2 s of copies
+
+
+def test_the_disk_is_one_for_both_directions(tmp_path: Path) -> None:
+    file, memory = RecordFile(tmp_path, 8192, gb_per_s=8192e-9 / 0.05), host_memory(8192)
+    start = time.perf_counter()
+    threads = [
+        threading.Thread(target=call, args=(memory, 0))
+        for call in (file.write, file.read)
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    file.close()
+    assert 0.2 <= time.perf_counter() - start < 0.3  # four of 50 ms, one after another
+
+
+def test_results_do_not_depend_on_the_disk(tmp_path: Path) -> None:
+    data, options = toys.batches(2), {"tier": "disk", "disk_path": tmp_path}
+    fast, slow = (stream(toys.net(), **options, disk_gb_s=rate) for rate in (None, 0.01))
+    assert toys.train_streamed(slow, data) == toys.train_streamed(fast, data)
+    seconds = [sum(s.end - s.start for s in m.trace.spans if s.lane == "disk_read")
+               for m in (fast, slow)]  # fmt: skip
+    assert seconds[1] > seconds[0]
+    with pytest.raises(ValueError, match="disk_gb_s=0 is not above 0"):
+        stream(toys.net(), **options, disk_gb_s=0)
 
 
 def test_results_do_not_depend_on_the_link() -> None:

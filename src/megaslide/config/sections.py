@@ -177,6 +177,8 @@ class OffloadConfig(Section):
     """Memory that the run may take on the device, in 10⁹ bytes; more is refused."""
     link_gb_s: float | None = Field(None, gt=0)
     """Emulated bandwidth between host and device in each direction, in 10⁹ bytes per second."""
+    disk_gb_s: float | None = Field(None, gt=0)
+    """Emulated bandwidth of the disk of tier `disk`, both directions together, likewise."""
     rates: str | None = None
     """File of `megaslide info --probe --json FILE`, from which a plan takes what this machine does
     per second; null measures briefly when a run begins."""

@@ -48,8 +48,11 @@ def machine_here(
     link, basis = machine.link_bytes_s, dict(machine.basis)
     if offload.link_gb_s is not None and offload.link_gb_s * 1e9 < link:
         link, basis["link"] = offload.link_gb_s * 1e9, "emulated (offload.link_gb_s)"
+    disk = machine.disk_bytes_s
+    if offload.disk_gb_s is not None and disk and offload.disk_gb_s * 1e9 < disk:
+        disk, basis["disk"] = offload.disk_gb_s * 1e9, "emulated (offload.disk_gb_s)"
     device = chosen_device(offload)
-    machine = replace(machine, link_bytes_s=link, basis=basis)
+    machine = replace(machine, link_bytes_s=link, disk_bytes_s=disk, basis=basis)
     if device == "cuda":
         machine = with_gpu(machine, torch.cuda.get_device_name())
     return replace(

@@ -191,12 +191,14 @@ def disk_rates(folder: Path, nbytes: int = DISK_BYTES, seconds: float = 1.0) -> 
     file = RecordFile(folder, 2 * nbytes)
     try:
         memory = _noise()
-        written, write = _moved(file.write, memory, 0, nbytes, seconds)
-        # Only what was written is read: the rest would come from no disk.
-        _, read = _moved(file.read, memory, 0, written, seconds)
+        # A training step overwrites what is there. The first write, to blocks that are only
+        # reserved, is slower; and what was never written would be read from no disk.
+        filled, _ = _moved(file.write, memory, 0, 2 * nbytes, 2 * seconds)
+        half = max(filled // (2 * CHUNK), 1) * CHUNK
+        _, write = _moved(file.write, memory, 0, half, seconds)
+        _, read = _moved(file.read, memory, 0, half, seconds)
         return DiskRates(
-            read_bytes_s=read, write_bytes_s=write,
-            both_bytes_s=_both_ways(file, written, nbytes, seconds),
+            read_bytes_s=read, write_bytes_s=write, both_bytes_s=_both_ways(file, half, seconds),
         )  # fmt: skip
     finally:
         file.close()
@@ -275,8 +277,8 @@ def _moved(
     return done, done / (time.perf_counter() - start)
 
 
-def _both_ways(file: RecordFile, written: int, nbytes: int, seconds: float) -> float:
-    """Bytes per second together: one thread reads what was written, one writes behind it."""
+def _both_ways(file: RecordFile, half: int, seconds: float) -> float:
+    """Bytes per second together: one thread reads the first half, one overwrites the second."""
     moved: list[int] = []
     errors: list[BaseException] = []
 
@@ -286,7 +288,7 @@ def _both_ways(file: RecordFile, written: int, nbytes: int, seconds: float) -> f
         except BaseException as error:
             errors.append(error)
 
-    ways = ((file.read, _noise(), 0, written), (file.write, _noise(), nbytes, nbytes))
+    ways = ((file.read, _noise(), 0, half), (file.write, _noise(), half, half))
     threads = [threading.Thread(target=work, args=way) for way in ways]
     start = time.perf_counter()
     for thread in threads:

@@ -12,8 +12,11 @@ free again. What must last is in checkpoints.
 import errno
 import os
 import tempfile
+import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -29,15 +32,41 @@ class DiskError(RuntimeError):
     """Reading or writing the training state failed; the state is lost, checkpoints are not."""
 
 
+class Pace:
+    """A rate that all transfers share, one after another: a slower disk in front of the real one.
+
+    Raises:
+        ValueError: a rate that is not above 0.
+    """
+
+    def __init__(self, gb_per_s: float) -> None:
+        if gb_per_s <= 0:
+            raise ValueError(f"disk_gb_s={gb_per_s} is not above 0")
+        self._bytes_per_s, self._free_at, self._lock = 1e9 * gb_per_s, 0.0, threading.Lock()
+
+    @contextmanager
+    def moving(self, nbytes: int) -> Iterator[None]:
+        """Around a transfer: lasts until its turn is over, or as long as it takes."""
+        with self._lock:
+            begin = max(self._free_at, time.perf_counter())
+            end = self._free_at = begin + nbytes / self._bytes_per_s
+        yield
+        time.sleep(max(0.0, end - time.perf_counter()))
+
+
 class RecordFile:
     """`nbytes` zeroed bytes on the disk of `folder`, all reserved before the constructor returns.
+
+    Args:
+        gb_per_s: what its transfers are slowed to, together.
 
     Raises:
         InputError: the folder cannot be used or its disk has less space.
     """
 
-    def __init__(self, folder: Path, nbytes: int) -> None:
+    def __init__(self, folder: Path, nbytes: int, *, gb_per_s: float | None = None) -> None:
         self.folder, self.nbytes = folder, nbytes
+        self._pace = None if gb_per_s is None else Pace(gb_per_s)
         self._fd, self.direct = _open(folder)
         self._close = weakref.finalize(self, os.close, self._fd)
         self._close.atexit = False  # lanes may still be reading; the system closes it
@@ -56,14 +85,19 @@ class RecordFile:
         Raises:
             DiskError: naming the folder, the place and the system's reason.
         """
-        self._transfer(os.preadv, "reading", target, offset)
+        with self._paced(target):
+            self._transfer(os.preadv, "reading", target, offset)
 
     def write(self, source: torch.Tensor, offset: int) -> None:
         """Write page-aligned uint8 `source` at `offset`; otherwise as `read`."""
-        self._transfer(os.pwritev, "writing", source, offset)
+        with self._paced(source):
+            self._transfer(os.pwritev, "writing", source, offset)
 
     def close(self) -> None:
         self._close()
+
+    def _paced(self, memory: torch.Tensor) -> AbstractContextManager[None]:
+        return nullcontext() if self._pace is None else self._pace.moving(memory.nbytes)
 
     def _transfer(
         self, call: Callable[..., int], verb: str, memory: torch.Tensor, offset: int

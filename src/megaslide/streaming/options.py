@@ -60,6 +60,8 @@ class StreamOptions:
     """Where gradients wait for the update; `disk` only with tier `disk`."""
     disk_path: Path | str | None = None
     """Folder of the disk tier; its file has no name and goes with the process."""
+    disk_gb_s: float | None = None
+    """Emulated bandwidth of the disk tier, both directions together, in 1e9 bytes per second."""
     init_weights: Initialiser | None = None
     """How parameters on the meta device begin: called with every module that holds some, once
     they have memory, block by block, so that the model is never whole in RAM. `reset_parameters`
@@ -95,7 +97,7 @@ class StreamOptions:
         return StoreSettings(
             tier=self.tier, state_format=self.state_format, gradient_tier=self.gradient_tier,
             disk_path=None if self.disk_path is None else Path(self.disk_path),
-            ema=self.ema_decay is not None,
+            disk_gb_s=self.disk_gb_s, ema=self.ema_decay is not None,
         )  # fmt: skip
 
     @property

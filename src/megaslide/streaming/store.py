@@ -10,8 +10,7 @@ Bytes per trainable bf16 parameter, gradients not counted:
 - `split` 12: bf16 weight and a 16-bit residual, which restore the fp32 master exactly, moments;
 - `split8` 6: as split, with 8-bit moments that share one fp32 scale per `BLOCK8` elements.
 
-An fp32 parameter is its own master in all of them, and crosses the link as it is. Frozen
-parameters keep their weight only.
+An fp32 parameter is its own master and crosses the link as it is; a frozen one is its weight only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +51,8 @@ class StoreSettings:
     """Where gradients wait for the update; `disk` only with tier `disk`."""
     disk_path: Path | None = None
     """Folder for the disk tier; what is in it needs no backup and goes with the process."""
+    disk_gb_s: float | None = None
+    """Emulated bandwidth of the disk, both directions together, in 1e9 bytes per second."""
     ema: bool = False
     """Keep a moving average of the masters, 4 more bytes per parameter."""
 
@@ -351,10 +352,12 @@ class Store:
             self._disk.close()
 
     def _open_disk(self, lanes: Lanes) -> DiskRecords:
-        assert self.settings.disk_path is not None
-        kinds = frozenset(self.plan.kinds) - self.plan.in_ram
-        file = RecordFile(self.settings.disk_path, self.plan.disk_bytes)
-        return DiskRecords(file, self._records, kinds, lanes)
+        folder, rate = self.settings.disk_path, self.settings.disk_gb_s
+        assert folder is not None
+        file = RecordFile(folder, self.plan.disk_bytes, gb_per_s=rate)
+        return DiskRecords(
+            file, self._records, frozenset(self.plan.kinds) - self.plan.in_ram, lanes
+        )
 
     def _ram_piece(self, unit: int, piece: Piece) -> Memory:
         memory: Memory = {}

@@ -281,6 +281,7 @@ class Trainer:
             dtype=self.network.stream_dtype(self.dtype),
             **self.planned.engine_options,
             disk_path=config.offload.disk_path or self.run / "state",
+            disk_gb_s=config.offload.disk_gb_s,
             activation_dir=config.offload.activation_dir,
             device_budget=_bytes(config.offload.device_budget_gb),
             link_gb_s=config.offload.link_gb_s,
