@@ -9,7 +9,6 @@ Bytes per trainable bf16 parameter, gradients not counted:
 - `master` 14: bf16 weight, fp32 master, two fp32 moments;
 - `split` 12: bf16 weight and a 16-bit residual, which restore the fp32 master exactly, moments;
 - `split8` 6: as split, with 8-bit moments that share one fp32 scale per `BLOCK8` elements.
-
 An fp32 parameter is its own master and crosses the link as it is; a frozen one is its weight only.
 """
 
