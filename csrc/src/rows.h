@@ -18,16 +18,6 @@ namespace {
 
 // ---- sums across lanes, of W vectors at a time ------------------------------------------------
 
-template <typename V, int... I>
-MEGASLIDE_INLINE V shuffle(V a, V b, std::integer_sequence<int, I...>) {
-#if defined(__clang__)
-  return __builtin_shufflevector(a, b, I...);
-#else
-  typedef int32_t Mask __attribute__((vector_size(sizeof(V))));
-  return __builtin_shuffle(a, b, Mask{I...});
-#endif
-}
-
 // Where lane l of the folded vector comes from: groups of a, then those of b, each halved.
 template <int W, int Group>
 constexpr int folded_from(int lane) {
