@@ -16,6 +16,7 @@ struct Visit {
   Taps taps;
   Touched touched;
   int64_t at, count;
+  int32_t first;  // voxel from which its list counts
 };
 
 struct Scratch {
@@ -76,15 +77,22 @@ int64_t scratch_bytes(const Plan &plan) {
 
 // ---- lists of a tile --------------------------------------------------------------------------
 
+// The numbers of the voxels of all lists, or of the one that the queries of rigid grids share.
+inline const int32_t *lists(const Plan &plan, const Scratch &s) {
+  return rigid(plan) ? plan.beyond : s.voxel;
+}
+
 // The chunks of all lists, query by query.
-void cut_lists(Scratch *s) {
+void cut_lists(const Plan &plan, Scratch *s) {
   s->chunk_count = 0;
   for (int64_t i = 0; i < s->queries; ++i) {
     const Visit &visit = s->visits[i];
     for (int64_t e = 0; e < visit.count; e += kPad) {
       const int64_t left = visit.count - e;
+      const int64_t index = rigid(plan) ? e : visit.at + e;
       s->unsorted[s->chunk_count++] = {static_cast<int32_t>(i), static_cast<int32_t>(visit.at + e),
-                                       static_cast<int32_t>(left < kPad ? left : kPad)};
+                                       static_cast<int32_t>(left < kPad ? left : kPad),
+                                       static_cast<int32_t>(index), visit.first};
     }
   }
 }
@@ -93,7 +101,10 @@ void cut_lists(Scratch *s) {
 // the same rows do so one after the other, while the processor's first cache holds them.
 void sort_chunks(const Plan &plan, Scratch *s) {
   const int shift = bucket_bits(plan);
-  const auto bucket_of = [&](const Chunk &chunk) { return s->voxel[chunk.at] >> shift; };
+  const int32_t *const index = lists(plan, *s);
+  const auto bucket_of = [&](const Chunk &chunk) {
+    return (chunk.first + index[chunk.index]) >> shift;
+  };
   int32_t low = INT32_MAX, high = 0;
   for (int64_t n = 0; n < s->chunk_count; ++n) {
     const int32_t bucket = bucket_of(s->unsorted[n]);
@@ -121,21 +132,27 @@ void list_tile(const Plan &plan, const float *offsets, const Part &part, Scratch
     visit.touched.box = s->runs[1] + runs;
     place_query(plan, offsets, part, visit.query, &visit.taps);
     visit.at = at;
-    visit.count = list_voxels(plan, &visit.taps, &visit.touched, s->voxel + at);
+    if (rigid(plan)) {
+      visit.first = static_cast<int32_t>(first_of_grid(plan, visit.taps));
+      visit.count = take_grid(plan, &visit.taps, &visit.touched);
+    } else {
+      visit.first = 0;
+      visit.count = list_voxels(plan, &visit.taps, &visit.touched, s->voxel + at);
+    }
     at += padded(visit.count);
     runs += visit.touched.runs + 1;
   }
-  cut_lists(s);
+  cut_lists(plan, s);
   sort_chunks(plan, s);
   for (int64_t e = 0; e < plan.extra; e += kPad) {
     const int64_t left = plan.extra - e;
-    s->extra_chunks[e / kPad] = {0, static_cast<int32_t>(e),
-                                 static_cast<int32_t>(left < kPad ? left : kPad)};
+    const auto at = static_cast<int32_t>(e);
+    s->extra_chunks[e / kPad] = {0, at, static_cast<int32_t>(left < kPad ? left : kPad), at, 0};
   }
 }
 
 inline Chunks chunks_of(const Plan &plan, const Scratch &s) {
-  return {s.chunks, s.chunk_count, s.voxel, plan.row};
+  return {s.chunks, s.chunk_count, lists(plan, s), plan.row};
 }
 
 inline Chunks extra_chunks_of(const Plan &plan, const Scratch &s) {
@@ -208,7 +225,7 @@ float weigh_forward(const Plan &plan, const ForwardArrays &arrays, int64_t extra
   }
   const float lse = softmax(plan, probability);
   float *weights = box_or(visit.touched, s->weights + visit.at, s->box_weights);
-  fill(weights, padded(visit.touched.cells), 0.0f);
+  if (!rigid(plan)) fill(weights, padded(visit.touched.cells), 0.0f);
   spread_query(plan, s->query, probability, weights);
   pack(visit.touched, weights, s->weights + visit.at);
   if (plan.extra > 0) {
@@ -270,8 +287,9 @@ void weigh_backward(const Plan &plan, float lse, float mean, int64_t i, float *o
   const float *values = place(visit.touched, s->values + visit.at, s->box_values);
   float *weights = box_or(visit.touched, s->weights + visit.at, s->box_weights);
   float *slopes = box_or(visit.touched, s->slopes + visit.at, s->box_slopes);
-  fill(weights, padded(visit.touched.cells), 0.0f);
-  fill(slopes, padded(visit.touched.cells), 0.0f);
+  const int64_t zeros = rigid(plan) ? 0 : padded(visit.touched.cells);
+  fill(weights, zeros, 0.0f);
+  fill(slopes, zeros, 0.0f);
   weigh_query(plan, lse, mean, s->query, scores, values, weights, slopes, offsets);
   pack(visit.touched, weights, s->weights + visit.at);
   pack(visit.touched, slopes, s->slopes + visit.at);
