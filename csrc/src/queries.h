@@ -62,7 +62,7 @@ inline void divide(const Plan &plan, Arena *arena, QueryScratch *scratch) {
   for (int32_t *&cell : scratch->taps.cell) cell = arena->take<int32_t>(taps);
   for (float *&pull : scratch->pull) pull = arena->take<float>(taps);
   scratch->taps.position = arena->take<float>(taps);
-  for (float *&corner : scratch->taps.corner) corner = arena->take<float>(2 * taps);
+  for (float *&corner : scratch->taps.corner) corner = arena->take<float>(4 * taps);
   const int64_t grid = grid_floats(plan);
   Grid *const grids[] = {&scratch->score_grid, &scratch->value_grid};
   for (Grid *one : grids) {
