@@ -1,4 +1,4 @@
-// AdamW for one instruction set: every array read once and written once, group by group.
+// AdamW for one instruction set: every array read once and written once, block by block.
 //
 //   w = master * decay                          m = exp_avg + (g - exp_avg) * (1 - beta1)
 //   v = exp_avg_sq * beta2 + (1 - beta2) g g    master = w + step_size * m / (sqrt(v) / c + eps)
@@ -70,7 +70,7 @@ MEGASLIDE_INLINE void store_master(const megaslide_adamw_state &at, int64_t i,
   }
 }
 
-// ---- one group --------------------------------------------------------------------------------
+// ---- two vectors ------------------------------------------------------------------------------
 
 // torch's lerp goes from the nearer end, so that a weight of 1 gives the far end itself.
 struct Lerp {
@@ -229,8 +229,8 @@ struct CodedMoments {
   // Its masters too.
   template <Master kMaster, bool kEma>
   static MEGASLIDE_INLINE void store_block(const megaslide_adamw_state &at, const Numbers &by,
-                                           int64_t first, uint32_t element, const Inverses &inverses,
-                                           const Block &block) {
+                                           int64_t first, uint32_t element,
+                                           const Inverses &inverses, const Block &block) {
     auto *exp_avg_codes = static_cast<uint8_t *>(at.exp_avg) + first;
     auto *root_codes = static_cast<uint8_t *>(at.exp_avg_sq) + first;
     at.exp_avg_scale[first / kBlock] = block.exp_avg_scale;
@@ -258,7 +258,7 @@ struct CodedMoments {
 
 // ---- a region ---------------------------------------------------------------------------------
 
-// The last, incomplete group of an array (null: not there) as a complete one, zero behind the end.
+// The last, incomplete block of an array (null: not there) as a complete one, zero behind the end.
 template <typename T>
 struct Completed {
   T data[kBlock] = {};

@@ -120,7 +120,7 @@ MEGASLIDE_INLINE Bits widened(const int8_t *from) {
 #endif
 }
 
-// ---- 16-bit halves of 32-bit lanes, of two vectors at a time: one permutation for all -----------
+// ---- 16-bit halves of 32-bit lanes, of two vectors: one permutation for all --------------------
 
 typedef Vec<2 * kLanes, uint16_t> Halves;
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
