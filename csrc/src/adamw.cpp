@@ -14,7 +14,7 @@ namespace megaslide {
 namespace {
 
 constexpr int64_t kItem = 32768;  // elements; waking a thread costs about what these do
-static_assert(kItem % kGroup == 0);
+static_assert(kItem % kBlock == 0);
 
 const AdamWKernels &kernels() {
 #if defined(MEGASLIDE_X86_KERNELS)

@@ -9,10 +9,6 @@ namespace megaslide {
 
 constexpr int64_t kBlock = MEGASLIDE_ADAMW_BLOCK;
 
-// Elements that are updated together. Two blocks of 8-bit moments, because what is computed of the
-// second hides how long the scale of the first takes.
-constexpr int64_t kGroup = 2 * kBlock;
-
 struct AdamWArrays {
   megaslide_adamw_state state;
   const void *grad;
@@ -20,7 +16,7 @@ struct AdamWArrays {
 };
 
 struct AdamWKernels {
-  // Updates elements [first, last); `first` is a multiple of kGroup, and so is `last` but at the
+  // Updates elements [first, last); `first` is a multiple of kBlock, and so is `last` but at the
   // end of the region.
   void (*update)(const AdamWArrays &arrays, const megaslide_adamw_coefficients &coefficients,
                  int64_t first, int64_t last);

@@ -87,7 +87,7 @@ bool valid_gradients(const megaslide_attention_shape &shape,
 struct PlannedWork {
   Plan plan;
   std::vector<float> index[3], centred[3], holds_tap;
-  std::vector<int32_t> number, iota;
+  std::vector<int32_t> number, iota, beyond;
 };
 
 // Taps whose indices have the same parity on every axis come together: in a window that is not
@@ -141,6 +141,13 @@ void plan_places(PlannedWork *work) {
     work->holds_tap.push_back(tap ? 1.0f : 0.0f);
   }
   plan.holds_tap = work->holds_tap.data();
+  const int64_t cells = grid[0] * grid[1] * grid[2];
+  for (int64_t e = 0; e < padded(cells); ++e) {
+    const int64_t i = e < cells ? e : 0;
+    const int64_t line = i / (grid[1] * grid[2]) * plan.size[1] + i / grid[2] % grid[1];
+    work->beyond.push_back(static_cast<int32_t>(line * plan.size[2] + i % grid[2]));
+  }
+  plan.beyond = work->beyond.data();
 }
 
 void plan_tiles(Plan *plan) {

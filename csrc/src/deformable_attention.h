@@ -39,6 +39,7 @@ struct Plan {
   const float *index[3];    // [padded K] index of a tap in the window; padding repeats the last
   const float *centred[3];  // the same, from the window's centre
   const int32_t *iota;      // [padded E] 0, 1, 2, ...
+  const int32_t *beyond;    // [padded grid] voxels of a rigid grid, counted from its first
 };
 
 struct ForwardArrays {

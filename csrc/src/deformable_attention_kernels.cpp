@@ -16,6 +16,7 @@ struct Visit {
   Taps taps;
   Touched touched;
   int64_t at, count;
+  int32_t first;  // voxel from which its list counts
 };
 
 struct Scratch {
@@ -24,16 +25,20 @@ struct Scratch {
   int64_t queries;
   uint64_t *lines;                  // of one query's box
   int32_t *runs[2];                 // of all queries, in the list and in the box
-  int32_t *voxel;                   // [queries, capacity] their lists, one after the other
+  int32_t *voxel;                   // [queries, capacity] their lists, where they have their own
   Chunk *unsorted, *chunks;         // of the lists, query by query and in order
   int64_t chunk_count;
-  int32_t *bucket;                  // of sort_chunks
+  int32_t *bucket_of, *bucket;      // of each chunk; of sort_chunks
   Chunk *extra_chunks;              // of the extra keys of one query
   float *q, *grad_out, *sum;        // [queries, head_dim] rows and results in fp32
   float *scores, *values;           // [queries, capacity] s and g over the lists
   float *weights, *slopes;          // the same of A and dA
   float *box_scores, *box_values;   // [capacity] one query's, over its box
   float *box_weights, *box_slopes;
+};
+
+struct Buckets {
+  int32_t low, high;  // those that occur
 };
 
 // Chunks are sorted by the number of a voxel without these bits: at most a line along w.
@@ -53,9 +58,10 @@ int64_t divide(const Plan &plan, void *block, Scratch *scratch) {
   for (int32_t *&runs : scratch->runs) {
     runs = arena.take<int32_t>(kTileQueries * (most_lines(plan) + 1));
   }
-  scratch->voxel = arena.take<int32_t>(all);
+  scratch->voxel = arena.take<int32_t>(rigid(plan) ? 0 : all);
   scratch->unsorted = arena.take<Chunk>(all / kPad);
   scratch->chunks = arena.take<Chunk>(all / kPad);
+  scratch->bucket_of = arena.take<int32_t>(all / kPad);
   scratch->bucket = arena.take<int32_t>((plan.voxels >> bucket_bits(plan)) + 2);
   scratch->extra_chunks = arena.take<Chunk>(padded(plan.extra) / kPad);
   float **const rows[] = {&scratch->q, &scratch->grad_out, &scratch->sum};
@@ -76,36 +82,44 @@ int64_t scratch_bytes(const Plan &plan) {
 
 // ---- lists of a tile --------------------------------------------------------------------------
 
-// The chunks of all lists, query by query.
-void cut_lists(Scratch *s) {
+// The numbers of the voxels of all lists, or of the one that the queries of rigid grids share.
+inline const int32_t *lists(const Plan &plan, const Scratch &s) {
+  return rigid(plan) ? plan.beyond : s.voxel;
+}
+
+// The chunks of all lists, query by query, and the bucket of each: that of its first voxel.
+Buckets cut_lists(const Plan &plan, Scratch *s) {
+  const int shift = bucket_bits(plan);
+  const int32_t *const voxel = lists(plan, *s);
+  Buckets buckets = {INT32_MAX, 0};
   s->chunk_count = 0;
   for (int64_t i = 0; i < s->queries; ++i) {
     const Visit &visit = s->visits[i];
     for (int64_t e = 0; e < visit.count; e += kPad) {
       const int64_t left = visit.count - e;
+      const int64_t index = rigid(plan) ? e : visit.at + e;
+      const int32_t bucket = (visit.first + voxel[index]) >> shift;
+      buckets.low = bucket < buckets.low ? bucket : buckets.low;
+      buckets.high = bucket > buckets.high ? bucket : buckets.high;
+      s->bucket_of[s->chunk_count] = bucket;
       s->unsorted[s->chunk_count++] = {static_cast<int32_t>(i), static_cast<int32_t>(visit.at + e),
-                                       static_cast<int32_t>(left < kPad ? left : kPad)};
+                                       static_cast<int32_t>(left < kPad ? left : kPad),
+                                       static_cast<int32_t>(index), visit.first};
     }
   }
+  return buckets;
 }
 
-// Chunks in the order of their first voxel, by about a line along w: queries of a tile that read
-// the same rows do so one after the other, while the processor's first cache holds them.
-void sort_chunks(const Plan &plan, Scratch *s) {
-  const int shift = bucket_bits(plan);
-  const auto bucket_of = [&](const Chunk &chunk) { return s->voxel[chunk.at] >> shift; };
-  int32_t low = INT32_MAX, high = 0;
-  for (int64_t n = 0; n < s->chunk_count; ++n) {
-    const int32_t bucket = bucket_of(s->unsorted[n]);
-    low = bucket < low ? bucket : low;
-    high = bucket > high ? bucket : high;
-  }
+// Chunks by buckets of about a line along w: queries of a tile that read the same rows do so one
+// after the other, while the processor's first cache holds them.
+void sort_chunks(const Buckets &buckets, Scratch *s) {
+  const int32_t low = buckets.low, count = buckets.high - low + 1;
   int32_t *const first = s->bucket;  // chunk of each bucket, from `low` on
-  for (int32_t b = 0; b <= high - low + 1; ++b) first[b] = 0;
-  for (int64_t n = 0; n < s->chunk_count; ++n) ++first[bucket_of(s->unsorted[n]) - low + 1];
-  for (int32_t b = 0; b < high - low; ++b) first[b + 1] += first[b];
+  for (int32_t b = 0; b <= count; ++b) first[b] = 0;
+  for (int64_t n = 0; n < s->chunk_count; ++n) ++first[s->bucket_of[n] - low + 1];
+  for (int32_t b = 0; b + 1 < count; ++b) first[b + 1] += first[b];
   for (int64_t n = 0; n < s->chunk_count; ++n) {
-    s->chunks[first[bucket_of(s->unsorted[n]) - low]++] = s->unsorted[n];
+    s->chunks[first[s->bucket_of[n] - low]++] = s->unsorted[n];
   }
 }
 
@@ -121,21 +135,26 @@ void list_tile(const Plan &plan, const float *offsets, const Part &part, Scratch
     visit.touched.box = s->runs[1] + runs;
     place_query(plan, offsets, part, visit.query, &visit.taps);
     visit.at = at;
-    visit.count = list_voxels(plan, &visit.taps, &visit.touched, s->voxel + at);
+    if (rigid(plan)) {
+      visit.first = static_cast<int32_t>(first_of_grid(plan, visit.taps));
+      visit.count = take_grid(plan, &visit.taps, &visit.touched);
+    } else {
+      visit.first = 0;
+      visit.count = list_voxels(plan, &visit.taps, &visit.touched, s->voxel + at);
+    }
     at += padded(visit.count);
     runs += visit.touched.runs + 1;
   }
-  cut_lists(s);
-  sort_chunks(plan, s);
+  sort_chunks(cut_lists(plan, s), s);
   for (int64_t e = 0; e < plan.extra; e += kPad) {
     const int64_t left = plan.extra - e;
-    s->extra_chunks[e / kPad] = {0, static_cast<int32_t>(e),
-                                 static_cast<int32_t>(left < kPad ? left : kPad)};
+    const auto at = static_cast<int32_t>(e);
+    s->extra_chunks[e / kPad] = {0, at, static_cast<int32_t>(left < kPad ? left : kPad), at, 0};
   }
 }
 
 inline Chunks chunks_of(const Plan &plan, const Scratch &s) {
-  return {s.chunks, s.chunk_count, s.voxel, plan.row};
+  return {s.chunks, s.chunk_count, lists(plan, s), plan.row};
 }
 
 inline Chunks extra_chunks_of(const Plan &plan, const Scratch &s) {
@@ -208,7 +227,7 @@ float weigh_forward(const Plan &plan, const ForwardArrays &arrays, int64_t extra
   }
   const float lse = softmax(plan, probability);
   float *weights = box_or(visit.touched, s->weights + visit.at, s->box_weights);
-  fill(weights, padded(visit.touched.cells), 0.0f);
+  if (!rigid(plan)) fill(weights, padded(visit.touched.cells), 0.0f);
   spread_query(plan, s->query, probability, weights);
   pack(visit.touched, weights, s->weights + visit.at);
   if (plan.extra > 0) {
@@ -270,8 +289,9 @@ void weigh_backward(const Plan &plan, float lse, float mean, int64_t i, float *o
   const float *values = place(visit.touched, s->values + visit.at, s->box_values);
   float *weights = box_or(visit.touched, s->weights + visit.at, s->box_weights);
   float *slopes = box_or(visit.touched, s->slopes + visit.at, s->box_slopes);
-  fill(weights, padded(visit.touched.cells), 0.0f);
-  fill(slopes, padded(visit.touched.cells), 0.0f);
+  const int64_t zeros = rigid(plan) ? 0 : padded(visit.touched.cells);
+  fill(weights, zeros, 0.0f);
+  fill(slopes, zeros, 0.0f);
   weigh_query(plan, lse, mean, s->query, scores, values, weights, slopes, offsets);
   pack(visit.touched, weights, s->weights + visit.at);
   pack(visit.touched, slopes, s->slopes + visit.at);

@@ -62,7 +62,7 @@ inline void divide(const Plan &plan, Arena *arena, QueryScratch *scratch) {
   for (int32_t *&cell : scratch->taps.cell) cell = arena->take<int32_t>(taps);
   for (float *&pull : scratch->pull) pull = arena->take<float>(taps);
   scratch->taps.position = arena->take<float>(taps);
-  for (float *&corner : scratch->taps.corner) corner = arena->take<float>(2 * taps);
+  for (float *&corner : scratch->taps.corner) corner = arena->take<float>(4 * taps);
   const int64_t grid = grid_floats(plan);
   Grid *const grids[] = {&scratch->score_grid, &scratch->value_grid};
   for (Grid *one : grids) {
@@ -92,17 +92,6 @@ inline Floats exponential(Floats x) {
   return x < -87.0f ? Floats{} : result;
 }
 
-inline float largest(const float *x, int64_t count) {
-  Floats most = load<kLanes>(x);
-  for (int64_t i = kLanes; i < count; i += kLanes) {
-    const Floats next = load<kLanes>(x + i);
-    most = next > most ? next : most;
-  }
-  float result = most[0];
-  for (int i = 1; i < kLanes; ++i) result = most[i] > result ? most[i] : result;
-  return result;
-}
-
 inline float total(const float *x, int64_t count) {
   Floats sum = load<kLanes>(x);
   for (int64_t i = kLanes; i < count; i += kLanes) sum += load<kLanes>(x + i);
@@ -125,10 +114,20 @@ inline void drop_absent(const Plan &plan, float otherwise, float *x) {
 // of the denominator.
 inline float softmax(const Plan &plan, float *x) {
   const int64_t places = padded(plan.places), all = places + padded(plan.extra);
-  for (int64_t i = 0; i < all; ++i) x[i] *= plan.scale;
-  drop_absent(plan, -INFINITY, x);
+  Floats greatest = broadcast(-INFINITY);
+  for (int64_t i = 0; i < places; i += kLanes) {
+    const Floats held = load<kLanes>(plan.holds_tap + i);
+    const Floats score = held > 0.0f ? plan.scale * load<kLanes>(x + i) : broadcast(-INFINITY);
+    greatest = score > greatest ? score : greatest;
+    store<kLanes>(x + i, score);
+  }
+  for (int64_t i = places; i < places + plan.extra; ++i) x[i] *= plan.scale;
   fill(x + places + plan.extra, all - places - plan.extra, -INFINITY);
-  const float most = largest(x, all);
+  for (int64_t i = places; i < all; i += kLanes) {
+    const Floats score = load<kLanes>(x + i);
+    greatest = score > greatest ? score : greatest;
+  }
+  const float most = largest_lane<kLanes>(greatest);
   Floats sum = {};
   for (int64_t i = 0; i < all; i += kLanes) {
     const Floats e = exponential(load<kLanes>(x + i) - most);

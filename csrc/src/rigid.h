@@ -23,6 +23,11 @@ struct Grid {
 
 inline int64_t grid_cells(const Plan &plan) { return plan.grid[0] * plan.grid[1] * plan.grid[2]; }
 
+// Number of its first voxel.
+inline int64_t first_of_grid(const Plan &plan, const Taps &taps) {
+  return (taps.start[0] * plan.size[1] + taps.start[1]) * plan.size[2] + taps.start[2];
+}
+
 // Behind the grid follow zeros: a row, which its last row finds as its upper neighbour.
 inline int64_t grid_floats(const Plan &plan) {
   return grid_cells(plan) + padded(plan.grid[2]) + kSlack;

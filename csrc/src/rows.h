@@ -18,16 +18,6 @@ namespace {
 
 // ---- sums across lanes, of W vectors at a time ------------------------------------------------
 
-template <typename V, int... I>
-MEGASLIDE_INLINE V shuffle(V a, V b, std::integer_sequence<int, I...>) {
-#if defined(__clang__)
-  return __builtin_shufflevector(a, b, I...);
-#else
-  typedef int32_t Mask __attribute__((vector_size(sizeof(V))));
-  return __builtin_shuffle(a, b, Mask{I...});
-#endif
-}
-
 // Where lane l of the folded vector comes from: groups of a, then those of b, each halved.
 template <int W, int Group>
 constexpr int folded_from(int lane) {
@@ -57,9 +47,10 @@ MEGASLIDE_INLINE Vec<W> sum_each(const Vec<W> *parts) {
   }
 }
 
+// Each lane's partner Half lanes away.
 template <int W, int Half, int... I>
-MEGASLIDE_INLINE Vec<W> add_half(Vec<W> x, std::integer_sequence<int, I...>) {
-  return x + shuffle(x, x, std::integer_sequence<int, (I + Half) % W...>{});
+MEGASLIDE_INLINE Vec<W> partners(Vec<W> x, std::integer_sequence<int, I...>) {
+  return shuffle(x, x, std::integer_sequence<int, (I + Half) % W...>{});
 }
 
 template <int W, int Half = W / 2>
@@ -67,7 +58,18 @@ MEGASLIDE_INLINE float sum_lanes(Vec<W> x) {
   if constexpr (Half == 0) {
     return x[0];
   } else {
-    return sum_lanes<W, Half / 2>(add_half<W, Half>(x, std::make_integer_sequence<int, W>{}));
+    x += partners<W, Half>(x, std::make_integer_sequence<int, W>{});
+    return sum_lanes<W, Half / 2>(x);
+  }
+}
+
+template <int W, int Half = W / 2>
+MEGASLIDE_INLINE float largest_lane(Vec<W> x) {
+  if constexpr (Half == 0) {
+    return x[0];
+  } else {
+    const Vec<W> other = partners<W, Half>(x, std::make_integer_sequence<int, W>{});
+    return largest_lane<W, Half / 2>(other > x ? other : x);
   }
 }
 
@@ -114,15 +116,24 @@ inline void narrow(const float *from, int64_t count, Bfloat16 *to) {
 // Up to kPad rows of one query's list.
 struct Chunk {
   int32_t query;  // of x and y, [queries, head_dim]
-  int32_t at;     // in arrays over the list, readable for kPad numbers
+  int32_t at;     // in arrays over all lists, readable for kPad numbers
   int32_t count;
+  int32_t index;  // where its numbers of rows begin in those of `Chunks`,
+  int32_t first;  // and the row from which they count
 };
 
 struct Chunks {
   const Chunk *chunk;
   int64_t count;
-  const int32_t *index;  // the list: rows, in units of `stride` elements
-  int64_t stride;
+  const int32_t *index;
+  int64_t stride;  // elements between rows
+
+  // The row from which a chunk's numbers count, and these.
+  template <typename T>
+  MEGASLIDE_INLINE T *origin(const Chunk &of, T *rows) const {
+    return rows + of.first * stride;
+  }
+  MEGASLIDE_INLINE const int32_t *numbers(const Chunk &of) const { return index + of.index; }
 };
 
 // out[e] = x[query] . rows[e], for the padded chunks.
@@ -132,17 +143,19 @@ void dots(const Chunks &chunks, const float *x, const T *rows, int64_t d, float 
   for (int64_t i = 0; i < chunks.count; ++i) {
     const Chunk chunk = chunks.chunk[i];
     const float *own = x + chunk.query * width;
-    for (int64_t e = chunk.at; e < chunk.at + kPad; e += W) {
+    const T *const from = chunks.origin(chunk, rows);
+    const int32_t *const number = chunks.numbers(chunk);
+    for (int64_t e = 0; e < kPad; e += W) {
       Vec<W> parts[W];
       MEGASLIDE_UNROLL(16)
       for (int lane = 0; lane < W; ++lane) {
-        const T *row = rows + chunks.index[e + lane] * chunks.stride;
+        const T *row = from + number[e + lane] * chunks.stride;
         Vec<W> sum = load<W>(own) * load_row<W>(row);
         MEGASLIDE_UNROLL(8)
         for (int64_t c = W; c < width; c += W) sum += load<W>(own + c) * load_row<W>(row + c);
         parts[lane] = sum;
       }
-      store<W>(out + e, sum_each<W>(parts));
+      store<W>(out + chunk.at + e, sum_each<W>(parts));
     }
   }
 }
@@ -155,15 +168,18 @@ void combine(const Chunks &chunks, const float *weight, const T *rows, int64_t d
   const int64_t width = D > 0 ? D : d;
   for (int64_t i = 0; i < chunks.count; ++i) {
     const Chunk chunk = chunks.chunk[i];
+    const int32_t *const number = chunks.numbers(chunk);
+    const float *const by = weight + chunk.at;
     for (int64_t column = 0; column < width; column += kBlock * W) {
+      const T *const from = chunks.origin(chunk, rows) + column;
       Vec<W> sum[kChains][kBlock] = {};
-      for (int64_t e = chunk.at; e < chunk.at + chunk.count; e += kChains) {
+      for (int64_t e = 0; e < chunk.count; e += kChains) {
         MEGASLIDE_UNROLL(4)
         for (int chain = 0; chain < kChains; ++chain) {
-          const T *row = rows + chunks.index[e + chain] * chunks.stride + column;
+          const T *row = from + number[e + chain] * chunks.stride;
           MEGASLIDE_UNROLL(32)
           for (int c = 0; c < kBlock; ++c) {
-            sum[chain][c] += weight[e + chain] * load_row<W>(row + c * W);
+            sum[chain][c] += by[e + chain] * load_row<W>(row + c * W);
           }
         }
       }
@@ -185,17 +201,20 @@ void add_outer(const Chunks &chunks, const float *weight, const float *x, int64_
   const int64_t width = D > 0 ? D : d;
   for (int64_t i = 0; i < chunks.count; ++i) {
     const Chunk chunk = chunks.chunk[i];
+    const int32_t *const number = chunks.numbers(chunk);
+    const float *const by = weight + chunk.at;
     for (int64_t column = 0; column < width; column += kBlock * W) {
+      float *const from = chunks.origin(chunk, rows) + column;
       Vec<W> kept[kBlock];
       MEGASLIDE_UNROLL(32)
       for (int c = 0; c < kBlock; ++c) {
         kept[c] = load<W>(x + chunk.query * width + column + c * W);
       }
-      for (int64_t e = chunk.at; e < chunk.at + chunk.count; ++e) {
-        float *row = rows + chunks.index[e] * chunks.stride + column;
+      for (int64_t e = 0; e < chunk.count; ++e) {
+        float *row = from + number[e] * chunks.stride;
         MEGASLIDE_UNROLL(32)
         for (int c = 0; c < kBlock; ++c) {
-          store<W>(row + c * W, load<W>(row + c * W) + weight[e] * kept[c]);
+          store<W>(row + c * W, load<W>(row + c * W) + by[e] * kept[c]);
         }
       }
     }
@@ -224,10 +243,12 @@ void narrow_dots(const Chunks &chunks, const float *x, const Bfloat16 *rows, int
     const Chunk chunk = chunks.chunk[i];
     __m512bh kept[D / kNarrow];
     for (int c = 0; c < D / kNarrow; ++c) kept[c] = rounded(x + chunk.query * D + c * kNarrow);
+    const Bfloat16 *const from = chunks.origin(chunk, rows);
+    const int32_t *const number = chunks.numbers(chunk);
     Floats parts[kLanes];
     MEGASLIDE_UNROLL(16)
     for (int lane = 0; lane < kLanes; ++lane) {
-      const Bfloat16 *row = rows + chunks.index[chunk.at + lane] * chunks.stride;
+      const Bfloat16 *row = from + number[lane] * chunks.stride;
       __m512 sum = _mm512_setzero_ps();
       MEGASLIDE_UNROLL(8)
       for (int c = 0; c < D / kNarrow; ++c) {
@@ -264,7 +285,8 @@ void narrow_combine(const Chunks &chunks, const float *weight, const Bfloat16 *r
   const __m512i next = _mm512_add_epi32(from, _mm512_set1_epi32(8));
   for (int64_t i = 0; i < chunks.count; ++i) {
     const Chunk chunk = chunks.chunk[i];
-    const int32_t *index = chunks.index + chunk.at;
+    const Bfloat16 *const origin = chunks.origin(chunk, rows);
+    const int32_t *const number = chunks.numbers(chunk);
     alignas(64) int32_t pairs[kLanes];
     const auto narrowed = _mm512_cvtneps_pbh(load<kLanes>(weight + chunk.at));
     _mm256_store_si256(reinterpret_cast<__m256i *>(pairs), reinterpret_cast<__m256i>(narrowed));
@@ -272,8 +294,8 @@ void narrow_combine(const Chunks &chunks, const float *weight, const Bfloat16 *r
     for (__m512 &one : sum) one = _mm512_setzero_ps();
     for (int e = 0; e < chunk.count; e += 2) {
       const auto both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pairs[e / 2]));
-      add_pair_of_rows<kSums>(both, rows + index[e] * chunks.stride,
-                              rows + index[e + 1] * chunks.stride, sum);
+      add_pair_of_rows<kSums>(both, origin + number[e] * chunks.stride,
+                              origin + number[e + 1] * chunks.stride, sum);
     }
     float *to = y + chunk.query * D;
     for (int c = 0; c < kSums; c += 2, to += kNarrow) {

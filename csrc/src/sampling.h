@@ -34,7 +34,7 @@ struct Taps {
   float *inside[3];    // 1 where the coordinate passes its gradient, 0 where it is clamped
   int32_t *first;      // lower corner in the list
   float *position;     // scratch
-  float *corner[4];    // [2 * padded K] scratch
+  float *corner[2];    // [4 * padded K] scratch
 };
 
 inline bool rigid(const Plan &plan) { return plan.kind <= MEGASLIDE_OFFSETS_SHIFT; }
@@ -300,47 +300,78 @@ inline void interpolate_taps(const Plan &plan, const Taps &taps, const float *li
   }
 }
 
-// (low, high) of kLanes taps, alternating.
-inline void store_pairs(float *to, Floats low, Floats high) {
+// Two pairs of kLanes taps, four numbers a tap: low, high, next low, next high. Where there is an
+// order that costs less, it is not that of the taps.
+inline void store_pairs(float *to, Floats low, Floats high, Floats next_low, Floats next_high) {
 #if defined(__AVX512F__)
-  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const __m512i last = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-  store<kLanes>(to, Floats(_mm512_permutex2var_ps(low, first, high)));
-  store<kLanes>(to + kLanes, Floats(_mm512_permutex2var_ps(low, last, high)));
+  const auto first = [](Floats a, Floats b) { return _mm512_maskz_unpacklo_ps(0xffff, a, b); };
+  const auto last = [](Floats a, Floats b) { return _mm512_maskz_unpackhi_ps(0xffff, a, b); };
+  const auto own = reinterpret_cast<__m512d>(first(low, high));
+  const auto own_last = reinterpret_cast<__m512d>(last(low, high));
+  const auto next = reinterpret_cast<__m512d>(first(next_low, next_high));
+  const auto next_last = reinterpret_cast<__m512d>(last(next_low, next_high));
+  const __m512d quads[] = {_mm512_maskz_unpacklo_pd(0xff, own, next),
+                           _mm512_maskz_unpackhi_pd(0xff, own, next),
+                           _mm512_maskz_unpacklo_pd(0xff, own_last, next_last),
+                           _mm512_maskz_unpackhi_pd(0xff, own_last, next_last)};
+  for (int i = 0; i < 4; ++i) store<kLanes>(to + i * kLanes, reinterpret_cast<Floats>(quads[i]));
 #else
   for (int i = 0; i < kLanes; ++i) {
-    to[2 * i] = low[i];
-    to[2 * i + 1] = high[i];
+    to[4 * i] = low[i];
+    to[4 * i + 1] = high[i];
+    to[4 * i + 2] = next_low[i];
+    to[4 * i + 3] = next_high[i];
   }
 #endif
 }
 
-inline void add_pair(float *to, const float *pair) {
-  store<2>(to, load<2>(to) + load<2>(pair));
+// The tap, of kLanes, whose numbers store_pairs() puts in place i.
+inline int64_t stored_tap(int64_t i) {
+#if defined(__AVX512F__)
+  return i % 4 * 4 + i / 4;
+#else
+  return i;
+#endif
+}
+
+// Adds two pairs. The next one is written first: it is zeros where both go to one place.
+inline void add_pairs(float *to, float *next, const float *pairs) {
+  typedef Vec<2, double> Both;  // as bits, each 64 of which are moved at once
+  Both both;
+  __builtin_memcpy(&both[0], to, sizeof both[0]);
+  __builtin_memcpy(&both[1], next, sizeof both[1]);
+  both = reinterpret_cast<Both>(reinterpret_cast<Vec<4>>(both) + load<4>(pairs));
+  __builtin_memcpy(next, &both[1], sizeof both[1]);
+  __builtin_memcpy(to, &both[0], sizeof both[0]);
 }
 
 // list[] += value[j] times the trilinear weights of tap j: the adjoint of the above. Taps come in
 // an order in which neighbours do not touch (plan.number): an addition to a pair of floats, one of
 // which the addition just before wrote, would wait for that.
 inline void spread_taps(const Plan &plan, const Taps &taps, const float *value, float *list) {
-  for (int64_t j = 0; j < padded(plan.taps); j += kLanes) {
+  float *const below = taps.corner[0], *const above = taps.corner[1];
+  const int64_t count = plan.taps, by_t = taps.step[0], by_h = taps.step[1];
+  for (int64_t j = 0; j < padded(count); j += kLanes) {
     const Floats x = load<kLanes>(value + j), w = load<kLanes>(taps.above[2] + j);
     const Floats h = load<kLanes>(taps.above[1] + j);
     const Floats high = x * load<kLanes>(taps.above[0] + j), low = x - high;
-    const Floats rows[4] = {low - low * h, low * h, high - high * h, high * h};
-    MEGASLIDE_UNROLL(4)
-    for (int corner = 0; corner < 4; ++corner) {
-      const Floats above = rows[corner] * w;
-      store_pairs(taps.corner[corner] + 2 * j, rows[corner] - above, above);
-    }
+    const auto store_plane = [&](Floats plane, float *to) {
+      const Floats next = plane * h, own = plane - next;
+      const Floats own_above = own * w, next_above = next * w;
+      store_pairs(to + 4 * j, own - own_above, own_above, next - next_above, next_above);
+    };
+    store_plane(low, below);
+    store_plane(high, above);
   }
-  const int64_t t = taps.step[0], h = taps.step[1];
-  for (int64_t j = 0; j < plan.taps; ++j) {
-    float *to = list + taps.first[j];
-    add_pair(to, taps.corner[0] + 2 * j);
-    add_pair(to + h, taps.corner[1] + 2 * j);
-    add_pair(to + t, taps.corner[2] + 2 * j);
-    add_pair(to + t + h, taps.corner[3] + 2 * j);
+  const int32_t *const first = taps.first;
+  for (int64_t j = 0; j < count; j += kLanes) {
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const int64_t tap = j + stored_tap(i);
+      if (tap >= count) continue;
+      float *to = list + first[tap];
+      add_pairs(to + by_t, to + by_t + by_h, above + 4 * (j + i));
+      add_pairs(to, to + by_h, below + 4 * (j + i));
+    }
   }
 }
 

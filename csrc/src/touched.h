@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "rigid.h"
 #include "sampling.h"
 
 namespace megaslide {
@@ -61,6 +62,17 @@ inline int64_t list_runs(const Plan &plan, const Box &box, Touched *touched, int
   return count;
 }
 
+// A rigid grid's list is the grid. Returns its length.
+inline int64_t take_grid(const Plan &plan, Taps *taps, Touched *touched) {
+  taps->at = 0;
+  taps->step[0] = plan.grid[1] * plan.grid[2];
+  taps->step[1] = plan.grid[2];
+  taps->step[2] = 1;
+  touched->runs = 0;
+  touched->cells = grid_cells(plan);
+  return touched->cells;
+}
+
 // One query's list, padded with its first voxel so that products may run over whole vectors.
 // Returns its length without the padding.
 inline int64_t list_voxels(const Plan &plan, Taps *taps, Touched *touched, int32_t *voxel) {
@@ -68,7 +80,7 @@ inline int64_t list_voxels(const Plan &plan, Taps *taps, Touched *touched, int32
   enclose(plan, *taps, &box);
   int64_t count = touched->cells = volume(box, 8 * plan.taps);
   touched->runs = 0;
-  const bool lines = !rigid(plan) && plan.size[2] > 1 && box.end[2] - box.low[2] <= kLongestLine;
+  const bool lines = plan.size[2] > 1 && box.end[2] - box.low[2] <= kLongestLine;
   if (count > 8 * plan.taps) {
     count = touched->cells = 8 * plan.taps;
     list_corners(plan, taps, voxel);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #if defined(__x86_64__) || defined(__i386__)
 // g++ 12 takes the header's own "undefined" operands for uninitialised variables.
@@ -60,7 +61,41 @@ MEGASLIDE_INLINE void store(T *to, Vec<W, T> x) {
 typedef Vec<kLanes> Floats;
 typedef Vec<kLanes, uint32_t> Bits;
 
-MEGASLIDE_INLINE Floats broadcast(float x) { return Floats{} + x; }
+MEGASLIDE_INLINE Floats broadcast(float x) { return x - Floats{}; }
+
+// The same number, of which the compiler no longer knows that it is a constant: g++ makes constants
+// anew inside loops, from a general register, which costs as much as a permutation.
+template <typename V>
+MEGASLIDE_INLINE V kept(V x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#endif
+  return x;
+}
+
+constexpr uint32_t kSignBit = 0x80000000u;
+
+// The bits of `magnitude`, which has no sign, with the sign of x.
+MEGASLIDE_INLINE Floats with_sign(Floats magnitude, Bits x) {
+#if defined(__AVX512F__)
+  constexpr int kOrAnd = 0xf8;
+  const __m512i sign = _mm512_set1_epi32(static_cast<int>(kSignBit));
+  return (Floats)_mm512_ternarylogic_epi32((__m512i)magnitude, (__m512i)x, sign, kOrAnd);
+#else
+  return (Floats)((Bits)magnitude | (x & kSignBit));
+#endif
+}
+
+// Lane l of the result is lane I[l] of a and b, taken as one.
+template <typename V, int... I>
+MEGASLIDE_INLINE V shuffle(V a, V b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, I...);
+#else
+  typedef decltype(a == b) Indices;  // integers as wide as the lanes
+  return __builtin_shuffle(a, b, Indices{I...});
+#endif
+}
 
 // ---- narrow integers: compilers take the portable form apart lane by lane ----------------------
 
@@ -74,40 +109,60 @@ MEGASLIDE_INLINE Bits widened(const uint8_t *from) {
 #endif
 }
 
-MEGASLIDE_INLINE Bits widened(const uint16_t *from) {
-#if defined(__AVX512F__)
-  const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from));
-  return (Bits)_mm512_cvtepu16_epi32(narrow);
-#else
-  return __builtin_convertvector(load<kLanes>(from), Bits);
-#endif
-}
-
 // With the sign in the new bits.
-MEGASLIDE_INLINE Bits widened(const int16_t *from) {
+MEGASLIDE_INLINE Bits widened(const int8_t *from) {
 #if defined(__AVX512F__)
-  const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from));
-  return (Bits)_mm512_cvtepi16_epi32(narrow);
+  return (Bits)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+#elif defined(__AVX2__)
+  return (Bits)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from)));
 #else
   return (Bits)__builtin_convertvector(load<kLanes>(from), Vec<kLanes, int32_t>);
 #endif
 }
 
-// The lower bits of each lane.
-MEGASLIDE_INLINE void store_narrow(uint8_t *to, Bits x) {
-#if defined(__AVX512F__)
-  _mm512_mask_cvtepi32_storeu_epi8(to, 0xffff, (__m512i)x);
-#else
-  store<kLanes>(to, __builtin_convertvector(x, Vec<kLanes, uint8_t>));
-#endif
+// ---- 16-bit halves of 32-bit lanes, of two vectors: one permutation for all --------------------
+
+typedef Vec<2 * kLanes, uint16_t> Halves;
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
+
+struct Pair {
+  Bits first, last;
+};
+
+template <int kUpper, int... I>
+MEGASLIDE_INLINE Halves halves_at(const Pair &x, std::integer_sequence<int, I...>) {
+  return shuffle((Halves)x.first, (Halves)x.last,
+                 std::integer_sequence<int, (2 * I + kUpper)...>{});
 }
 
-MEGASLIDE_INLINE void store_narrow(uint16_t *to, Bits x) {
+MEGASLIDE_INLINE Halves lower_halves(const Pair &x) {
+  return halves_at<0>(x, std::make_integer_sequence<int, 2 * kLanes>{});
+}
+
+MEGASLIDE_INLINE Halves upper_halves(const Pair &x) {
+  return halves_at<1>(x, std::make_integer_sequence<int, 2 * kLanes>{});
+}
+
+template <int... I>
+MEGASLIDE_INLINE Pair paired(Halves lower, Halves upper, std::integer_sequence<int, I...>) {
+  constexpr int kCount = 2 * kLanes;
+  return {(Bits)shuffle(lower, upper, std::integer_sequence<int, (I / 2 + I % 2 * kCount)...>{}),
+          (Bits)shuffle(lower, upper,
+                        std::integer_sequence<int, (kLanes + I / 2 + I % 2 * kCount)...>{})};
+}
+
+MEGASLIDE_INLINE Pair joined(Halves lower, Halves upper) {
+  return paired(lower, upper, std::make_integer_sequence<int, 2 * kLanes>{});
+}
+
+MEGASLIDE_INLINE bool any_nan(Floats a, Floats b) {
 #if defined(__AVX512F__)
-  _mm256_storeu_si256(reinterpret_cast<__m256i *>(to),
-                      _mm512_cvtepi32_epi16((__m512i)x));
+  return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0;
 #else
-  store<kLanes>(to, __builtin_convertvector(x, Vec<kLanes, uint16_t>));
+  const auto number = (a == a) & (b == b);
+  bool all = true;
+  for (int i = 0; i < kLanes; ++i) all = all && number[i];
+  return !all;
 #endif
 }
 
