@@ -24,6 +24,11 @@ from megaslide.ops.deformable_attention.triton_kernels import (
     share_kernel,
 )
 from megaslide.ops.deformable_attention.triton_keys import extra_kernel, keys_kernel
+from megaslide.ops.deformable_attention.triton_window import (
+    window_forward_kernel,
+    window_keys_kernel,
+    window_queries_kernel,
+)
 
 KIND_CODES = {"none": 0, "shift": 1, "affine": 2, "tap": 3}
 REACH_BYTES = 2**30
@@ -36,8 +41,16 @@ SPLIT = 4096
 FORWARD_TILES = ((1, 2, 8, 4), (1, 4, 8, 4), (1, 2, 8, 8), (1, 4, 8, 8))
 # 8 numbers of a row per thread; with more, the backward of the queries spills registers.
 BACKWARD_TILES = {64: (1, 2, 8, 4), 128: (1, 2, 8, 8)}
+# t, h, w, warps, and rows of the box at a time. Two frames of 8 x 8, because windows are mostly
+# square: the box around a tile is then a small multiple of one window. 128 queries are two
+# instructions of Hopper's tensor cores; 8 warps on 64 would each be computed twice.
+DENSE_TILES = {"forward": (2, 8, 8, 8, 64), "backward": (2, 8, 8, 8, 32)}
+# In fp32 dense products go without tensor cores and keep their operands in registers.
+SINGLE_TILES = {"forward": (1, 4, 8, 8, 16), "backward": (1, 4, 8, 8, 16)}
+DENSE_STAGES = 2
+"""Blocks of keys on their way or in use. A third does not fit an A100's shared memory twice."""
 # The interpreter pays per operation, whatever its width.
-INTERPRETED_TILE = (4, 4, 8, 1)
+INTERPRETED_TILE = (4, 4, 8, 1, 128)
 
 
 class Inputs(NamedTuple):
@@ -66,6 +79,14 @@ def backward_config(q: Tensor) -> dict[str, Any]:
     return _config(tile).all_kwargs()
 
 
+def dense_config(dtype: torch.dtype, direction: str) -> dict[str, Any]:
+    """Blocks of the kernels that take dense products over a tile's box; not tuned either."""
+    tiles = SINGLE_TILES if dtype == torch.float32 else DENSE_TILES
+    tile = INTERPRETED_TILE if interpreting() else tiles[direction]
+    blocks = {"BLOCK_P": tile[4], "num_stages": DENSE_STAGES}
+    return _config(tile).all_kwargs() | blocks
+
+
 class Reach(NamedTuple):
     """The voxels that taps of a query can sample: `box` per axis, from `low` before its window."""
 
@@ -89,9 +110,15 @@ def forward(
     q, k, v, offsets, extra_k, extra_v = inputs
     B, T, H, W, heads, _ = q.shape
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:5], dtype=torch.float32)
-    if B:
+    if B and kind == "none":
+        window_forward_kernel[_grid(T, H, W, B * heads)](
+            q, k, v, _or(extra_k, q), _or(extra_v, q), out, lse, T, H, W, heads, _extra(inputs),
+            scale, **_head(q), **_dot(q), **_taps(window), **_extra_block(inputs),
+            **dense_config(q.dtype, "forward"),
+        )  # fmt: skip
+    elif B:
         _tuned_forward[_grid(T, H, W, B * heads)](
-            q, k, v, _or(offsets, q), _or(extra_k, q), _or(extra_v, q), out, lse,
+            q, k, v, offsets, _or(extra_k, q), _or(extra_v, q), out, lse,
             T, H, W, heads, _groups(inputs), _extra(inputs), scale,
             **_head(q), **_dot(q), **_window(window, kind), **_extra_block(inputs),
         )  # fmt: skip
@@ -182,10 +209,18 @@ def _queries(setting: Setting, room: Sequence[Tensor], t0: int, t1: int) -> None
     inputs, grad_out, lse, shares, gradients, reach, window, kind, scale = setting
     q, k, v, offsets, extra_k, extra_v = inputs
     B, T, H, W, heads, _ = q.shape
+    if kind == "none":
+        window_queries_kernel[_grid(T, H, W, B * heads)](
+            q, k, v, _or(extra_k, q), _or(extra_v, q), grad_out, lse, shares, gradients[0],
+            T, H, W, heads, _extra(inputs), scale,
+            **_head(q), **_dot(q), **_taps(window), **_extra_block(inputs),
+            **dense_config(q.dtype, "backward"),
+        )  # fmt: skip
+        return
     groups = _groups(inputs)
     queries_kernel[_grid(t1 - t0, H, W, B * groups)](
-        q, k, v, _or(offsets, q), _or(extra_k, q), _or(extra_v, q), grad_out, lse, shares,
-        gradients[0], q if offsets is None else gradients[3], *room,
+        q, k, v, offsets, _or(extra_k, q), _or(extra_v, q), grad_out, lse, shares,
+        gradients[0], gradients[3], *room,
         T, H, W, heads, groups, _extra(inputs), scale, t0, t1, *reach.low, *reach.box,
         **_head(q), **_dot(q), **_window(window, kind), **_extra_block(inputs),
         **backward_config(q),
@@ -196,13 +231,19 @@ def _keys(setting: Setting, room: Sequence[Tensor], t0: int, t1: int) -> None:
     inputs, grad_out, lse, shares, gradients, reach, window, kind, scale = setting
     q, k, v = inputs[:3]
     B, T, H, W, heads, _ = q.shape
+    if kind == "none":
+        window_keys_kernel[_grid(T, H, W, B * heads)](
+            q, k, v, grad_out, lse, shares, gradients[1], gradients[2], T, H, W, heads, scale,
+            **_head(q), **_dot(q), **_taps(window), **dense_config(q.dtype, "backward"),
+        )  # fmt: skip
+        return
     first, last = (min(max(t - window[0] // 2, 0), T - window[0]) for t in (t0, t1 - 1))
     p0, p1 = max(first - reach.low[0], 0), min(last - reach.low[0] + reach.box[0], T)
-    keys_kernel[_grid(p1 - p0, H, W, B * heads)](
-        q, k, v, grad_out, lse, shares, gradients[1], gradients[2], *room,
-        T, H, W, heads, scale, p0, p1, t0, t1, *reach.low, *reach.box,
-        **_head(q), **_window(window, kind), **backward_config(q),
-    )  # fmt: skip
+    for x, weights, total in zip((grad_out, q), room, (gradients[2], gradients[1]), strict=True):
+        keys_kernel[_grid(p1 - p0, H, W, B * heads)](
+            x, weights, total, T, H, W, heads, p0, p1, t0, t1, *reach.low, *reach.box,
+            **_head(q), **_dot(q), **_taps(window), **dense_config(q.dtype, "backward"),
+        )  # fmt: skip
 
 
 def _extra_gradients(setting: Setting) -> list[Tensor]:
@@ -265,7 +306,11 @@ def _dot(q: Tensor) -> dict[str, Any]:
 
 
 def _window(window: Sequence[int], kind: str) -> dict[str, int]:
-    return dict(zip(("KT", "KH", "KW"), window, strict=True)) | {"KIND": KIND_CODES[kind]}
+    return _taps(window) | {"KIND": KIND_CODES[kind]}
+
+
+def _taps(window: Sequence[int]) -> dict[str, int]:
+    return dict(zip(("KT", "KH", "KW"), window, strict=True))
 
 
 def _extra_block(inputs: Inputs) -> dict[str, int]:
