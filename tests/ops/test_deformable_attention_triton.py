@@ -92,7 +92,7 @@ def compile_for(
         "D": d, "BLOCK_D": d, "DOT": dot, "KT": 3, "KH": 7, "KW": 7,
         "KIND": kind, "BLOCK_T": tile[0], "BLOCK_H": tile[1], "BLOCK_W": tile[2],
         "BLOCK_E": 32, "BLOCK_Q": 32, "BLOCK": 64, "BLOCK_P": 0 if len(tile) < 5 else tile[4],
-        **extra_blocks(kernel, dtype),
+        "ROW": 8, "S": 32, **extra_blocks(kernel, dtype),
     }  # fmt: skip
     constants = {name: x for name, x in constants.items() if name in names}
     types = dict.fromkeys(names, "i32") | {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
@@ -136,8 +136,9 @@ def dense_tile(kernel: Any, dtype: str) -> tuple[int, ...]:
     from megaslide.ops.deformable_attention import triton_launch
 
     tiles = triton_launch.SINGLE_TILES if dtype == "fp32" else triton_launch.DENSE_TILES
-    direction = "forward" if "forward" in kernel.__name__ else "backward"
-    return (*tiles[direction], triton_launch.DENSE_STAGES)
+    use = "forward" if "forward" in kernel.__name__ else "backward"
+    use = "slide" if "slide" in kernel.__name__ else use
+    return (*tiles[use], triton_launch.DENSE_STAGES)
 
 
 def assert_fits(
@@ -158,9 +159,15 @@ def assert_fits(
 
 def kernels() -> dict[str, Any]:
     pytest.importorskip("triton")
-    from megaslide.ops.deformable_attention import triton_kernels, triton_keys, triton_window
+    from megaslide.ops.deformable_attention import (
+        triton_kernels,
+        triton_keys,
+        triton_slide,
+        triton_window,
+    )
 
-    found = vars(triton_kernels) | vars(triton_keys) | vars(triton_window)
+    modules = (triton_kernels, triton_keys, triton_slide, triton_window)
+    found = {name: x for module in modules for name, x in vars(module).items()}
     return {name: x for name, x in found.items() if name.endswith("_kernel")}
 
 
@@ -176,6 +183,7 @@ def test_forward_compiles_without_a_gpu(tmp_path: Path) -> None:
     [
         "forward_kernel", "queries_kernel", "keys_kernel", "extra_kernel", "share_kernel",
         "window_forward_kernel", "window_queries_kernel", "window_keys_kernel",
+        "slide_forward_kernel",
     ],
 )  # fmt: skip
 def test_compiles_within_bounds(name: str, arch: int, d: int, tmp_path: Path) -> None:
@@ -191,6 +199,7 @@ def test_compiles_within_bounds(name: str, arch: int, d: int, tmp_path: Path) ->
     [
         "forward_kernel", "queries_kernel", "keys_kernel", "extra_kernel",
         "window_forward_kernel", "window_queries_kernel", "window_keys_kernel",
+        "slide_forward_kernel",
     ],
 )  # fmt: skip
 def test_other_dtypes_compile_within_bounds(name: str, dtype: str, tmp_path: Path) -> None:

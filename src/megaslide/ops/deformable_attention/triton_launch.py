@@ -24,6 +24,7 @@ from megaslide.ops.deformable_attention.triton_kernels import (
     share_kernel,
 )
 from megaslide.ops.deformable_attention.triton_keys import extra_kernel, keys_kernel
+from megaslide.ops.deformable_attention.triton_slide import slide_forward_kernel
 from megaslide.ops.deformable_attention.triton_window import (
     window_forward_kernel,
     window_keys_kernel,
@@ -41,12 +42,16 @@ SPLIT = 4096
 FORWARD_TILES = ((1, 2, 8, 4), (1, 4, 8, 4), (1, 2, 8, 8), (1, 4, 8, 8))
 # 8 numbers of a row per thread; with more, the backward of the queries spills registers.
 BACKWARD_TILES = {64: (1, 2, 8, 4), 128: (1, 2, 8, 8)}
-# t, h, w, warps, and rows of the box at a time. Two frames of 8 x 8, because windows are mostly
-# square: the box around a tile is then a small multiple of one window. 128 queries are two
-# instructions of Hopper's tensor cores; 8 warps on 64 would each be computed twice.
-DENSE_TILES = {"forward": (2, 8, 8, 8, 64), "backward": (2, 8, 8, 8, 32)}
+# t, h, w, warps, and rows of the box at a time. Frames of 8 x 8, because windows are mostly square:
+# the box around a tile is then a small multiple of one window. Two frames are 128 queries, two
+# instructions of Hopper's tensor cores; 8 warps on 64 would each be computed twice. Where numbers
+# are gathered, a warp holds whole queries, and 8 of them at most: what a query is known by fills
+# registers.
+DENSE_TILES = {
+    "forward": (2, 8, 8, 8, 64), "backward": (2, 8, 8, 8, 32), "slide": (1, 8, 8, 8, 64),
+}  # fmt: skip
 # In fp32 dense products go without tensor cores and keep their operands in registers.
-SINGLE_TILES = {"forward": (1, 4, 8, 8, 16), "backward": (1, 4, 8, 8, 16)}
+SINGLE_TILES = dict.fromkeys(DENSE_TILES, (1, 4, 8, 8, 16))
 DENSE_STAGES = 2
 """Blocks of keys on their way or in use. A third does not fit an A100's shared memory twice."""
 # The interpreter pays per operation, whatever its width.
@@ -79,10 +84,10 @@ def backward_config(q: Tensor) -> dict[str, Any]:
     return _config(tile).all_kwargs()
 
 
-def dense_config(dtype: torch.dtype, direction: str) -> dict[str, Any]:
+def dense_config(dtype: torch.dtype, use: str) -> dict[str, Any]:
     """Blocks of the kernels that take dense products over a tile's box; not tuned either."""
     tiles = SINGLE_TILES if dtype == torch.float32 else DENSE_TILES
-    tile = INTERPRETED_TILE if interpreting() else tiles[direction]
+    tile = INTERPRETED_TILE if interpreting() else tiles[use]
     blocks = {"BLOCK_P": tile[4], "num_stages": DENSE_STAGES}
     return _config(tile).all_kwargs() | blocks
 
@@ -115,6 +120,13 @@ def forward(
             q, k, v, _or(extra_k, q), _or(extra_v, q), out, lse, T, H, W, heads, _extra(inputs),
             scale, **_head(q), **_dot(q), **_taps(window), **_extra_block(inputs),
             **dense_config(q.dtype, "forward"),
+        )  # fmt: skip
+    elif B and kind == "shift":
+        slide_forward_kernel[_grid(T, H, W, B * heads)](
+            q, k, v, offsets, _or(extra_k, q), _or(extra_v, q), out, lse,
+            T, H, W, heads, _groups(inputs), _extra(inputs), scale,
+            **_head(q), **_dot(q), **_slots(window), **_extra_block(inputs),
+            **dense_config(q.dtype, "slide"),
         )  # fmt: skip
     elif B:
         _tuned_forward[_grid(T, H, W, B * heads)](
@@ -311,6 +323,12 @@ def _window(window: Sequence[int], kind: str) -> dict[str, int]:
 
 def _taps(window: Sequence[int]) -> dict[str, int]:
     return dict(zip(("KT", "KH", "KW"), window, strict=True))
+
+
+def _slots(window: Sequence[int]) -> dict[str, int]:
+    """Of a window, cut at a fixed h, with one voxel more on each axis: see `triton_slide`."""
+    frames, row = (triton.next_power_of_2(window[axis] + 1) for axis in (0, 2))
+    return _taps(window) | {"ROW": row, "S": frames * row}
 
 
 def _extra_block(inputs: Inputs) -> dict[str, int]:
