@@ -21,8 +21,9 @@ from megaslide.ops.deformable_attention import deformable_attention, triton_back
 
 HERE = Path(__file__).parent
 CASES = (
-    "none", "shift", "affine", "affine, 3x3x3", "tap", "far outside", "zero offsets",
-    "an axis of one voxel", "a frame at a time", "bf16", "fp16",
+    "none", "shift", "shift, 3x3x3", "shift, far outside", "zero shift", "affine", "affine, 3x3x3",
+    "tap", "far outside", "zero offsets", "an axis of one voxel", "a frame at a time",
+    "shift, bf16", "bf16", "fp16",
 )  # fmt: skip
 
 
@@ -45,7 +46,7 @@ def interpreted() -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(interpreted: dict[str, dict[str, float]], name: str) -> None:
     # Halves round `out`; gradients of scores are differences from its product with grad_out.
-    bound = {"bf16": 3e-2, "fp16": 4e-3}.get(name, 3e-6)
+    bound = {"bf16": 3e-2, "shift, bf16": 3e-2, "fp16": 4e-3}.get(name, 3e-6)
     found = interpreted[name]
     assert {"out", "q", "k", "v"} <= found.keys()
     assert ("offsets" in found) == (name != "none")
@@ -56,9 +57,10 @@ def test_equals_the_definition(interpreted: dict[str, dict[str, float]], name: s
 
 POINTERS = {
     "fp32": {
-        "offsets", "doffsets", "lse", "delta", "reach_v", "reach_k", "reach", "total", "dk",
-        "dv",
+        "offsets", "doffsets", "lse", "delta", "total", "dk", "dv",
     },
+    "reach": {"reach_v", "reach_k", "reach"},  # as the products with them, where `shift` fills it
+    "integers": {"cells"},
     "half": {"q", "k", "v", "extra_k", "extra_v", "out", "grad_out", "dq", "x"},
 }  # fmt: skip
 
@@ -97,6 +99,9 @@ def compile_for(
     constants = {name: x for name, x in constants.items() if name in names}
     types = dict.fromkeys(names, "i32") | {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
     types |= dict.fromkeys(POINTERS["fp32"], "*fp32") | dict.fromkeys(POINTERS["half"], f"*{dtype}")
+    shift = "slide" in kernel.__name__ or kind == 1
+    types |= dict.fromkeys(POINTERS["reach"], f"*{dtype}" if shift else "*fp32")
+    types |= dict.fromkeys(POINTERS["integers"], "*i32")
     types = {name: types[name] for name in names}
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"
@@ -137,7 +142,7 @@ def dense_tile(kernel: Any, dtype: str) -> tuple[int, ...]:
 
     tiles = triton_launch.SINGLE_TILES if dtype == "fp32" else triton_launch.DENSE_TILES
     use = "forward" if "forward" in kernel.__name__ else "backward"
-    use = "slide" if "slide" in kernel.__name__ else use
+    use = f"slide {use}" if "slide" in kernel.__name__ else use
     return (*tiles[use], triton_launch.DENSE_STAGES)
 
 
@@ -183,7 +188,7 @@ def test_forward_compiles_without_a_gpu(tmp_path: Path) -> None:
     [
         "forward_kernel", "queries_kernel", "keys_kernel", "extra_kernel", "share_kernel",
         "window_forward_kernel", "window_queries_kernel", "window_keys_kernel",
-        "slide_forward_kernel",
+        "slide_forward_kernel", "slide_queries_kernel",
     ],
 )  # fmt: skip
 def test_compiles_within_bounds(name: str, arch: int, d: int, tmp_path: Path) -> None:
@@ -199,7 +204,7 @@ def test_compiles_within_bounds(name: str, arch: int, d: int, tmp_path: Path) ->
     [
         "forward_kernel", "queries_kernel", "keys_kernel", "extra_kernel",
         "window_forward_kernel", "window_queries_kernel", "window_keys_kernel",
-        "slide_forward_kernel",
+        "slide_forward_kernel", "slide_queries_kernel",
     ],
 )  # fmt: skip
 def test_other_dtypes_compile_within_bounds(name: str, dtype: str, tmp_path: Path) -> None:
@@ -212,7 +217,7 @@ def test_no_kernel_is_compiled_anew_for_a_shape() -> None:
         integers = [p.name for p in kernel.params if not p.is_constexpr and p.name in SHAPES]
         assert integers, name
         assert all(p.do_not_specialize for p in kernel.params if p.name in SHAPES), name
-        known = {*integers, *POINTERS["fp32"], *POINTERS["half"], "scale"}
+        known = {*integers, *(name for names in POINTERS.values() for name in names), "scale"}
         assert {p.name for p in kernel.params if not p.is_constexpr} == known & set(
             kernel.arg_names
         ), name

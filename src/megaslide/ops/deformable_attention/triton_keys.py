@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from megaslide.ops.deformable_attention.triton_geometry import (
+    SHIFT,
     SIZES,
     first_query,
     hull,
@@ -27,21 +28,22 @@ from megaslide.ops.deformable_attention.triton_geometry import (
     window_start,
     within,
 )
-from megaslide.ops.deformable_attention.triton_kernels import extra_scores, load_query, reach_of
+from megaslide.ops.deformable_attention.triton_kernels import extra_scores, load_query
 
 
 @triton.jit(do_not_specialize=SIZES)
 def keys_kernel(
-    x, reach, total, T, H, W, heads, p0, p1, t0, t1,
+    x, reach, cells, total, T, H, W, heads, groups, p0, p1, t0, t1,
     low_t, low_h, low_w, box_t, box_h, box_w,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DOT: tl.constexpr,
-    KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, KIND: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of frames p0 to p1, B * heads): adds to dk or dv, `total` [B,N,heads,D] fp32.
 
     Of every query of frames t0 to t1, BLOCK_P at a time, its row of `x` (q for dk, grad_out for
-    dv) by its weight in `reach`; `low`, `box` and the reach as in `queries_kernel`.
+    dv) by its weight in `reach`; `low`, `box` and the reach as in `queries_kernel`;
+    for `shift` the reach and `cells` as in `slide_queries_kernel`.
     """
     t, h, w, keep = voxels_of_block(tl.program_id(0), p0, p1, H, W, BLOCK_T, BLOCK_H, BLOCK_W)
     slot, rows, stride = tl.program_id(1), T * H * W, heads * D
@@ -50,18 +52,33 @@ def keys_kernel(
     )
     to, from_x = row_base(total, slot, rows, heads, D), row_base(x, slot, rows, heads, D)
     n, queries = (t * H + h) * W + w, (t1 - t0) * H * W
-    cells = reach + reach_of(slot, -t0 * H * W, queries, box_t * box_h * box_w)
+    if KIND == SHIFT:
+        group = slot // heads * groups + slot % heads * groups // heads
+        reach += slot.to(tl.int64) * queries * ((KT + 1) * (KH + 1) * (KW + 1))
+        cells += 3 * (group.to(tl.int64) * queries)
+    else:
+        reach += slot.to(tl.int64) * queries * (box_t * box_h * box_w)
     acc = load_rows(to, n, stride, keep, D, BLOCK_D)
     for first in range(0, length[0] * length[1] * length[2], BLOCK_P):
         at, i, real = voxels_of_box(first, low, length, (T, H, W), BLOCK_P)
         row = read_rows(from_x, i, stride, real, D, BLOCK_D).to(DOT)
-        r_t = t[:, None] + low_t - window_start(at[0], KT, T)
-        r_h = h[:, None] + low_h - window_start(at[1], KH, H)
-        r_w = w[:, None] + low_w - window_start(at[2], KW, W)
-        meet = keep[:, None] & real[None, :] & within((r_t, r_h, r_w), (box_t, box_h, box_w))
-        cell = ((r_t * box_h + r_h) * box_w + r_w).to(tl.int64) * queries
-        weight = tl.load(cells + cell + i, meet, other=0.0)
-        acc += tl.dot(weight.to(DOT), row, input_precision="ieee")
+        i = (i - t0 * H * W)[:, None].to(tl.int64)
+        meet = real[:, None] & keep[None, :]
+        # Keys lie along the columns: of one query's weights, those of neighbours on w do too.
+        if KIND == SHIFT:
+            j_t = t[None, :] - tl.load(cells + 3 * i, real[:, None], other=0)
+            j_h = h[None, :] - tl.load(cells + 3 * i + 1, real[:, None], other=0)
+            j_w = w[None, :] - tl.load(cells + 3 * i + 2, real[:, None], other=0)
+            meet &= within((j_t, j_h, j_w), (KT + 1, KH + 1, KW + 1))
+            at = i * ((KT + 1) * (KH + 1) * (KW + 1)) + (j_h * (KT + 1) + j_t) * (KW + 1) + j_w
+        else:
+            j_t = t[None, :] + (low_t - window_start(at[0], KT, T))[:, None]
+            j_h = h[None, :] + (low_h - window_start(at[1], KH, H))[:, None]
+            j_w = w[None, :] + (low_w - window_start(at[2], KW, W))[:, None]
+            meet &= within((j_t, j_h, j_w), (box_t, box_h, box_w))
+            at = ((j_t * box_h + j_h) * box_w + j_w).to(tl.int64) * queries + i
+        weight = tl.load(reach + at, meet, other=0.0).to(DOT)
+        acc += tl.dot(tl.trans(weight), row, input_precision="ieee")
     store_rows(to, n, stride, keep, acc, D, BLOCK_D)
 
 

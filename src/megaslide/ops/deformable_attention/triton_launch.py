@@ -24,7 +24,10 @@ from megaslide.ops.deformable_attention.triton_kernels import (
     share_kernel,
 )
 from megaslide.ops.deformable_attention.triton_keys import extra_kernel, keys_kernel
-from megaslide.ops.deformable_attention.triton_slide import slide_forward_kernel
+from megaslide.ops.deformable_attention.triton_slide import (
+    slide_forward_kernel,
+    slide_queries_kernel,
+)
 from megaslide.ops.deformable_attention.triton_window import (
     window_forward_kernel,
     window_keys_kernel,
@@ -45,17 +48,21 @@ BACKWARD_TILES = {64: (1, 2, 8, 4), 128: (1, 2, 8, 8)}
 # t, h, w, warps, and rows of the box at a time. Frames of 8 x 8, because windows are mostly square:
 # the box around a tile is then a small multiple of one window. Two frames are 128 queries, two
 # instructions of Hopper's tensor cores; 8 warps on 64 would each be computed twice. Where numbers
-# are gathered, a warp holds whole queries, and 8 of them at most: what a query is known by fills
+# are gathered, a warp holds whole queries, and few of them: what a query is known by fills
 # registers.
 DENSE_TILES = {
-    "forward": (2, 8, 8, 8, 64), "backward": (2, 8, 8, 8, 32), "slide": (1, 8, 8, 8, 64),
+    "forward": (2, 8, 8, 8, 64), "backward": (2, 8, 8, 8, 32),
+    "slide forward": (1, 8, 8, 8, 64), "slide backward": (1, 4, 8, 8, 32),
 }  # fmt: skip
 # In fp32 dense products go without tensor cores and keep their operands in registers.
-SINGLE_TILES = dict.fromkeys(DENSE_TILES, (1, 4, 8, 8, 16))
+SINGLE_TILES = {
+    "forward": (1, 4, 8, 8, 16), "backward": (1, 4, 8, 8, 16),
+    "slide forward": (1, 4, 4, 8, 16), "slide backward": (1, 4, 4, 8, 16),
+}  # fmt: skip
 DENSE_STAGES = 2
 """Blocks of keys on their way or in use. A third does not fit an A100's shared memory twice."""
 # The interpreter pays per operation, whatever its width.
-INTERPRETED_TILE = (4, 4, 8, 1, 128)
+INTERPRETED_TILE = (4, 4, 8, 1, 32)
 
 
 class Inputs(NamedTuple):
@@ -126,7 +133,7 @@ def forward(
             q, k, v, offsets, _or(extra_k, q), _or(extra_v, q), out, lse,
             T, H, W, heads, _groups(inputs), _extra(inputs), scale,
             **_head(q), **_dot(q), **_slots(window), **_extra_block(inputs),
-            **dense_config(q.dtype, "slide"),
+            **dense_config(q.dtype, "slide forward"),
         )  # fmt: skip
     elif B:
         _tuned_forward[_grid(T, H, W, B * heads)](
@@ -170,8 +177,8 @@ def backward(
     grad_out, reach = grad_out.contiguous(), reach_of(inputs, window, kind)
     shares = _shares(out.contiguous(), grad_out)
     setting = Setting(inputs, grad_out, lse, shares, gradients, reach, window, kind, scale)
-    for t0, t1 in _blocks_of_frames(q, reach, kind):
-        room = _room(q, reach, kind, t1 - t0)
+    for t0, t1 in _blocks_of_frames(setting):
+        room = _room(setting, t1 - t0)
         _queries(setting, room, t0, t1)
         _keys(setting, room, t0, t1)
     return gradients + ([] if extra_k is None else _extra_gradients(setting))
@@ -230,9 +237,18 @@ def _queries(setting: Setting, room: Sequence[Tensor], t0: int, t1: int) -> None
         )  # fmt: skip
         return
     groups = _groups(inputs)
+    if kind == "shift":
+        slide_queries_kernel[_grid(t1 - t0, H, W, B * groups)](
+            q, k, v, offsets, _or(extra_k, q), _or(extra_v, q), grad_out, lse, shares,
+            gradients[0], gradients[3], *room,
+            T, H, W, heads, groups, _extra(inputs), scale, t0, t1,
+            **_head(q), **_dot(q), **_slots(window), **_extra_block(inputs),
+            **dense_config(q.dtype, "slide backward"),
+        )  # fmt: skip
+        return
     queries_kernel[_grid(t1 - t0, H, W, B * groups)](
         q, k, v, offsets, _or(extra_k, q), _or(extra_v, q), grad_out, lse, shares,
-        gradients[0], gradients[3], *room,
+        gradients[0], gradients[3], *room[:2],
         T, H, W, heads, groups, _extra(inputs), scale, t0, t1, *reach.low, *reach.box,
         **_head(q), **_dot(q), **_window(window, kind), **_extra_block(inputs),
         **backward_config(q),
@@ -251,10 +267,11 @@ def _keys(setting: Setting, room: Sequence[Tensor], t0: int, t1: int) -> None:
         return
     first, last = (min(max(t - window[0] // 2, 0), T - window[0]) for t in (t0, t1 - 1))
     p0, p1 = max(first - reach.low[0], 0), min(last - reach.low[0] + reach.box[0], T)
-    for x, weights, total in zip((grad_out, q), room, (gradients[2], gradients[1]), strict=True):
+    for x, weights, total in ((grad_out, room[0], gradients[2]), (q, room[1], gradients[1])):
         keys_kernel[_grid(p1 - p0, H, W, B * heads)](
-            x, weights, total, T, H, W, heads, p0, p1, t0, t1, *reach.low, *reach.box,
-            **_head(q), **_dot(q), **_taps(window), **dense_config(q.dtype, "backward"),
+            x, weights, room[2], total, T, H, W, heads, _groups(inputs), p0, p1, t0, t1,
+            *reach.low, *reach.box,
+            **_head(q), **_dot(q), **_window(window, kind), **dense_config(q.dtype, "backward"),
         )  # fmt: skip
 
 
@@ -279,21 +296,45 @@ def _extra_gradients(setting: Setting) -> list[Tensor]:
 # ---- blocks --------------------------------------------------------------------------------------
 
 
-def _blocks_of_frames(q: Tensor, reach: Reach, kind: str) -> list[tuple[int, int]]:
+def _blocks_of_frames(setting: Setting) -> list[tuple[int, int]]:
     """[(first, end)] such that the reach of the frames between them stays within REACH_BYTES."""
+    q = setting.inputs.q
     B, T, H, W, heads, _ = q.shape
-    frame = 8 * B * heads * H * W * math.prod(reach.box)
-    step = T if kind == "none" else max(1, REACH_BYTES // frame)
+    if setting.kind == "none":
+        return [(0, T)]
+    step = max(1, REACH_BYTES // (2 * B * heads * H * W * _reach_bytes(setting)))
     return [(t, min(t + step, T)) for t in range(0, T, step)]
 
 
-def _room(q: Tensor, reach: Reach, kind: str, frames: int) -> tuple[Tensor, Tensor]:
-    """Zeros for the weights of `frames` frames on v and on k."""
-    if kind == "none":
-        return q, q  # not read
+def _room(setting: Setting, frames: int) -> tuple[Tensor, ...]:
+    """For the weights of `frames` frames on v and on k, and for the cells of `shift`."""
+    q, kind, box = setting.inputs.q, setting.kind, setting.reach.box
     B, _, H, W, heads, _ = q.shape
-    room = q.new_zeros(2, B * heads, math.prod(reach.box), frames * H * W, dtype=torch.float32)
-    return room[0], room[1]
+    if kind == "none":
+        return (q, q, q)  # not read
+    if kind == "shift":
+        room = q.new_empty(2, B * heads, frames * H * W, _voxels(setting), dtype=_kept(q))
+        cells = q.new_empty(B * _groups(setting.inputs), frames * H * W, 3, dtype=torch.int32)
+        return room[0], room[1], cells
+    room = q.new_zeros(2, B * heads, math.prod(box), frames * H * W, dtype=torch.float32)
+    return room[0], room[1], q
+
+
+def _reach_bytes(setting: Setting) -> int:
+    """Of one query and head, on one of v and k."""
+    if setting.kind == "shift":
+        return _kept(setting.inputs.q).itemsize * _voxels(setting)
+    return 4 * math.prod(setting.reach.box)
+
+
+def _voxels(setting: Setting) -> int:
+    """Voxels that serve the taps of a window that slides as a whole."""
+    return math.prod(n + 1 for n in setting.window)
+
+
+def _kept(q: Tensor) -> torch.dtype:
+    """Of weights that one program writes and dense products read, which round to it anyway."""
+    return torch.float32 if interpreting() else q.dtype
 
 
 def _grid(T: int, H: int, W: int, slots: int) -> Callable[[dict[str, Any]], tuple[int, int]]:
