@@ -154,9 +154,10 @@ def assert_fits(
     dense = "BLOCK_P" in kernel.arg_names
     tile = dense_tile(kernel, dtype) if dense else triton_launch.BACKWARD_TILES[d]
     used = usage(compile_for(kernel, arch, kind, d, tile, dtype), folder)
-    # Bytes: two numbers stored and loaded; in fp32, whose dense products use no tensor cores, more,
-    # and where accumulators of two frames of queries are to fit.
-    assert used["spilled"] <= (512 if dtype == "fp32" else 256 if dense else 16), used
+    # Bytes: two numbers stored and loaded; in fp32, whose dense products use no tensor cores, more.
+    # Dense kernels keep two frames of accumulators, which mma.sync of sm_80 spreads worst.
+    few = (384 if arch == 80 else 128) if dense else 16
+    assert used["spilled"] <= (512 if dtype == "fp32" else few), used
     assert used["registers"] <= 255, used
     programs = 2 if dense or dtype == "fp32" else 3  # that share a multiprocessor
     assert used["shared"] <= (164 if arch == 80 else 228) * 1024 // programs, used
@@ -193,7 +194,8 @@ def test_forward_compiles_without_a_gpu(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_compiles_within_bounds(name: str, arch: int, d: int, tmp_path: Path) -> None:
     kernel = kernels()[name]
-    for kind in (1, 2, 3) if "KIND" in kernel.arg_names else (0,):
+    kinds = (1, 2, 3) if name == "keys_kernel" else (2, 3)  # `shift` has forms of its own
+    for kind in kinds if "KIND" in kernel.arg_names else (0,):
         assert_fits(kernel, arch, kind, d, tmp_path)
 
 

@@ -9,7 +9,6 @@ Shapes: [Q] one number per query of a block. Axes in the order (t, h, w).
 import triton
 import triton.language as tl
 
-NONE = tl.constexpr(0)
 SHIFT = tl.constexpr(1)
 AFFINE = tl.constexpr(2)
 TAP = tl.constexpr(3)

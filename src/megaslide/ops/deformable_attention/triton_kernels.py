@@ -1,4 +1,4 @@
-"""3D-DSA for GPUs, in Triton: the forward, and the part of the backward that belongs to queries.
+"""3D-DSA in Triton where taps move on their own (`affine`, `tap`): forward, backward of queries.
 
 A program holds a tile of queries of one head and walks the taps with an online softmax. Rows of K
 and V at the eight corners come through the caches, in which neighbouring queries find each other's

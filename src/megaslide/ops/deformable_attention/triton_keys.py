@@ -1,12 +1,12 @@
 """3D-DSA in Triton: the part of the backward that belongs to keys, dk and dv.
 
-A program holds a tile of keys and walks the queries that can reach it, which lie in a box because
-offsets are bounded. Each row of dk and dv is summed by one program in a fixed order: no row is
-added to memory atomically, and two runs give the same bits.
+A program holds a tile of keys and takes the queries that can reach it, which lie in a box because
+offsets are bounded, a block at a time: their weights on its keys come from the reach that the
+queries left, and one dense product sums the block. Each row of dk and dv is summed by one program
+in a fixed order: no row is added to memory atomically, and two runs give the same bits. dk and dv
+take a launch each, or their sums would fill the registers.
 
-Without offsets the weights of a pair are computed again from q, k and the log-sum-exp. With offsets
-that would take the neighbours of the key for every pair; the weights are then read from the reach
-that `queries_kernel` filled. Extra keys meet every query: a dense product, split over queries.
+Extra keys meet every query: a dense product, split over queries.
 
 Shapes: P keys of a block, D head dim (BLOCK_D padded), E extra keys, slot = batch * heads + head.
 """

@@ -3,7 +3,8 @@
 The backward goes through the volume in blocks of frames. For each, `queries_kernel` gives dq and
 the gradients of the offsets, and leaves its weights on the voxels in reach; `keys_kernel` sums them
 into dk and dv of the keys that this block of queries can reach. The reach, 8 bytes per query, head
-and voxel, is the only memory that grows with the window, and a block of frames bounds it.
+and voxel (`shift` in halves: 4), is the only memory that grows with the window, and a block of
+frames bounds it. Without offsets there is none.
 
 Shapes: B batch, T H W voxels per axis, N = T*H*W, G offset groups, K taps, E extra keys, d head
 dim.
@@ -34,7 +35,7 @@ from megaslide.ops.deformable_attention.triton_window import (
     window_queries_kernel,
 )
 
-KIND_CODES = {"none": 0, "shift": 1, "affine": 2, "tap": 3}
+KIND_CODES = {"shift": 1, "affine": 2, "tap": 3}
 REACH_BYTES = 2**30
 """Bound on the weights of a block of frames; one frame is taken even above it."""
 SPLIT = 4096
@@ -52,7 +53,7 @@ BACKWARD_TILES = {64: (1, 2, 8, 4), 128: (1, 2, 8, 8)}
 # registers.
 DENSE_TILES = {
     "forward": (2, 8, 8, 8, 64), "backward": (2, 8, 8, 8, 32),
-    "slide forward": (1, 8, 8, 8, 64), "slide backward": (1, 4, 8, 8, 32),
+    "slide forward": (1, 8, 8, 8, 32), "slide backward": (1, 4, 8, 8, 32),
 }  # fmt: skip
 # In fp32 dense products go without tensor cores and keep their operands in registers.
 SINGLE_TILES = {
