@@ -20,10 +20,16 @@ CASES = {
     # 3x3x3, wider than one tile, odd sizes, head dim that needs padding
     "none": {"size": (3, 3, 9), "window": (3, 3, 3), "kind": None, "d": 5, "extra": 2},
     "shift": {**SMALL, "kind": "shift", "d": 8, "groups": 2, "spread": 1.5},
+    # several heads to a group, a plane of more than one block, windows against both ends
+    "shift, 3x3x3": {
+        "size": (3, 4, 13), "window": (3, 3, 3), "kind": "shift", "d": 5, "extra": 2, "spread": 2.0,
+    },
     "affine": {**SMALL, "kind": "affine", "d": 8, "extra": 3, "spread": 0.7},
     "affine, 3x3x3": {"size": (3, 3, 5), "window": (3, 3, 3), "kind": "affine", "heads": 1},
     "tap": {**SMALL, "kind": "tap", "d": 8, "groups": 1},
     "far outside": {**SMALL, "kind": "tap", "heads": 1, "spread": 30.0},
+    "shift, far outside": {**SMALL, "kind": "shift", "heads": 1, "spread": 30.0},
+    "zero shift": {**SMALL, "kind": "shift", "heads": 1, "spread": 0.0},
     "zero offsets": {**SMALL, "kind": "affine", "heads": 1, "spread": 0.0},
     "an axis of one voxel": {
         "size": (1, 4, 5), "window": (1, 3, 3), "kind": "affine", "heads": 1, "batch": 2,
@@ -31,6 +37,7 @@ CASES = {
     "a frame at a time": {
         "size": (5, 2, 3), "window": (2, 1, 2), "kind": "shift", "heads": 1, "bound": 1,
     },
+    "shift, bf16": {**SMALL, "kind": "shift", "heads": 1, "extra": 2, "dtype": torch.bfloat16},
     "bf16": {**SMALL, "kind": "affine", "heads": 1, "extra": 2, "dtype": torch.bfloat16},
     "fp16": {**SMALL, "kind": "affine", "heads": 1, "extra": 2, "dtype": torch.float16},
 }  # fmt: skip

@@ -9,7 +9,6 @@ Shapes: [Q] one number per query of a block. Axes in the order (t, h, w).
 import triton
 import triton.language as tl
 
-NONE = tl.constexpr(0)
 SHIFT = tl.constexpr(1)
 AFFINE = tl.constexpr(2)
 TAP = tl.constexpr(3)
@@ -52,6 +51,34 @@ def window_start(i, k: tl.constexpr, size):
 def first_query(start, k: tl.constexpr, size):
     """Least query whose window starts at `start` or later; the inverse of `window_start`."""
     return tl.where(start <= 0, 0, tl.where(start > size - k, size, start + k // 2))
+
+
+@triton.jit
+def hull(first, end):
+    """Least `first` [Q] and the length from there to the largest `end` [Q], on one axis."""
+    low = tl.min(first)
+    return low, tl.max(end) - low
+
+
+@triton.jit
+def voxels_of_box(first, low, length, size, BLOCK: tl.constexpr):
+    """Voxels `first` to `first` + BLOCK of a box, t-major: (t, h, w) [BLOCK], flat, and whether
+    they are in the box and in the volume."""
+    c = first + tl.arange(0, BLOCK)
+    t = low[0] + c // (length[1] * length[2])
+    h = low[1] + c // length[2] % length[1]
+    w = low[2] + c % length[2]
+    inside = (c < length[0] * length[1] * length[2]) & (t < size[0])
+    inside = inside & (h < size[1]) & (w < size[2])
+    return (t, h, w), (t * size[1] + h) * size[2] + w, inside
+
+
+@triton.jit
+def within(steps, box):
+    """Whether steps (t, h, w) from the first voxel of a box end in it."""
+    t, h, w = steps
+    inside = (t >= 0) & (t < box[0]) & (h >= 0) & (h < box[1])
+    return inside & (w >= 0) & (w < box[2])
 
 
 @triton.jit
@@ -139,8 +166,14 @@ def row_pointers(base, row, stride, BLOCK_D: tl.constexpr):
 @triton.jit
 def load_rows(base, row, stride, keep, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows [Q, BLOCK_D] in fp32, zero where not kept and beyond D."""
+    return read_rows(base, row, stride, keep, D, BLOCK_D).to(tl.float32)
+
+
+@triton.jit
+def read_rows(base, row, stride, keep, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """As `load_rows`, in the dtype of memory: what dense products take without a conversion."""
     mask = keep[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
-    return tl.load(row_pointers(base, row, stride, BLOCK_D), mask=mask, other=0.0).to(tl.float32)
+    return tl.load(row_pointers(base, row, stride, BLOCK_D), mask=mask, other=0.0)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""3D-DSA for GPUs, in Triton: the forward, and the part of the backward that belongs to queries.
+"""3D-DSA in Triton where taps move on their own (`affine`, `tap`): forward, backward of queries.
 
 A program holds a tile of queries of one head and walks the taps with an online softmax. Rows of K
 and V at the eight corners come through the caches, in which neighbouring queries find each other's
@@ -19,7 +19,6 @@ import triton.language as tl
 
 from megaslide.ops.deformable_attention.triton_geometry import (
     AFFINE,
-    NONE,
     SIZES,
     TAP,
     load_rows,
@@ -30,6 +29,7 @@ from megaslide.ops.deformable_attention.triton_geometry import (
     unit_steps,
     voxels_of_block,
     window_start,
+    within,
 )
 
 # ---- forward -------------------------------------------------------------------------------------
@@ -87,38 +87,23 @@ def sample(
     KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """k and v [Q, BLOCK_D] at tap j of the queries."""
-    if KIND == NONE:
-        voxel = plain_voxel(at, size, j, KT, KH, KW)
-        key = load_rows(keys, voxel, stride, keep, D, BLOCK_D)
-        value = load_rows(values, voxel, stride, keep, D, BLOCK_D)
-    else:
-        cell, _inside, _slides = tap_position(sets, at, size, j, KT, KH, KW, KIND)
-        ft, fh, fw = cell[3], cell[4], cell[5]
-        step_t, step_h, step_w = unit_steps(size[0], size[1], size[2])
-        lower = (cell[0] * size[1] + cell[1]) * size[2] + cell[2]
-        key_at = row_pointers(keys, lower, stride, BLOCK_D)
-        value_at = row_pointers(values, lower, stride, BLOCK_D)
-        mask = keep[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
-        key = tl.zeros([keep.shape[0], BLOCK_D], tl.float32)
-        value = tl.zeros_like(key)
-        for c in tl.static_range(8):
-            weight = (ft if c // 4 else 1 - ft) * (fh if c // 2 % 2 else 1 - fh)
-            weight = (weight * (fw if c % 2 else 1 - fw))[:, None]
-            skip = (c // 4 * step_t * size[1] + c // 2 % 2 * step_h) * size[2] + c % 2 * step_w
-            skip = skip.to(tl.int64) * stride
-            key += weight * tl.load(key_at + skip, mask, other=0.0).to(tl.float32)
-            value += weight * tl.load(value_at + skip, mask, other=0.0).to(tl.float32)
+    cell, _inside, _slides = tap_position(sets, at, size, j, KT, KH, KW, KIND)
+    ft, fh, fw = cell[3], cell[4], cell[5]
+    step_t, step_h, step_w = unit_steps(size[0], size[1], size[2])
+    lower = (cell[0] * size[1] + cell[1]) * size[2] + cell[2]
+    key_at = row_pointers(keys, lower, stride, BLOCK_D)
+    value_at = row_pointers(values, lower, stride, BLOCK_D)
+    mask = keep[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    key = tl.zeros([keep.shape[0], BLOCK_D], tl.float32)
+    value = tl.zeros_like(key)
+    for c in tl.static_range(8):
+        weight = (ft if c // 4 else 1 - ft) * (fh if c // 2 % 2 else 1 - fh)
+        weight = (weight * (fw if c % 2 else 1 - fw))[:, None]
+        skip = (c // 4 * step_t * size[1] + c // 2 % 2 * step_h) * size[2] + c % 2 * step_w
+        skip = skip.to(tl.int64) * stride
+        key += weight * tl.load(key_at + skip, mask, other=0.0).to(tl.float32)
+        value += weight * tl.load(value_at + skip, mask, other=0.0).to(tl.float32)
     return key, value
-
-
-@triton.jit
-def plain_voxel(at, size, j, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr):
-    """The voxel of tap j where nothing moves, flat."""
-    t, h, w = at
-    T, H, W = size
-    vt = window_start(t, KT, T) + j // (KH * KW)
-    vh = window_start(h, KH, H) + j // KW % KH
-    return (vt * H + vh) * W + window_start(w, KW, W) + j % KW
 
 
 @triton.jit
@@ -134,13 +119,23 @@ def attend_extra(
         value = load_rows(row_base(extra_v, slot, E, heads, D), e, heads * D, e < E, D, BLOCK_D)
         score = scale * tl.dot(query, tl.trans(key.to(DOT)), input_precision="ieee")
         score = tl.where((e < E)[None, :], score, float("-inf"))
-        peak = tl.maximum(m, tl.max(score, 1))
-        rescale, p = tl.exp(m - peak), tl.exp(score - peak[:, None])
-        total = total * rescale + tl.sum(p, 1)
+        p, rescale, m, total = soften(score, m, total)
         acc = acc * rescale[:, None]
         acc += tl.dot(p.to(DOT), value.to(DOT), input_precision="ieee")
-        m = peak
     return m, total, acc
+
+
+@triton.jit
+def soften(score, m, total):
+    """The running softmax taken on by scores [Q, P], -inf where there is no key.
+
+    Returns exp(score - m) [Q, P], what earlier sums are scaled by, m and total; until a query has
+    met its first key, m is -inf and total 0.
+    """
+    peak = tl.maximum(m, tl.max(score, 1))
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    rescale, p = tl.exp(m - base), tl.exp(score - base[:, None])
+    return p, rescale, peak, total * rescale + tl.sum(p, 1)
 
 
 # ---- backward of the queries ---------------------------------------------------------------------
@@ -202,7 +197,7 @@ def queries_kernel(
                 D, BLOCK_D, DOT, BLOCK_E,
             )  # fmt: skip
         store_rows(row_base(dq, slot, rows, heads, D), n, stride, keep, dquery, D, BLOCK_D)
-    if KIND != NONE and KIND != TAP:
+    if KIND != TAP:
         channel = tl.arange(0, 16)[None, :]
         channels: tl.constexpr = 12 if KIND == AFFINE else 3
         tl.store(dsets[:, None] + channel, moved, keep[:, None] & (channel < channels))
@@ -237,20 +232,13 @@ def through_taps(
     """One head: its dq [Q, BLOCK_D], and `moved` [Q, 16] with the gradient of the offsets added."""
     dquery = tl.zeros_like(query)
     for j in range(KT * KH * KW):
-        if KIND == NONE:
-            voxel = plain_voxel(at, size, j, KT, KH, KW)
-            key = load_rows(keys, voxel, stride, keep, D, BLOCK_D)
-            value = load_rows(values, voxel, stride, keep, D, BLOCK_D)
-            p = tl.exp(scale * tl.sum(query * key, 1) - norm)
-            dquery += (scale * p * (tl.sum(grad * value, 1) - share))[:, None] * key
-        else:
-            cell, inside, slides = tap_position(sets, at, size, j, KT, KH, KW, KIND)
-            key, p, ds, slope = slopes(
-                query, grad, norm, share, keys, values, cell, size, stride, keep, scale, D, BLOCK_D
-            )
-            dquery += ds[:, None] * key
-            moved = add_slopes(moved, dsets, slope, inside, slides, j, keep, KT, KH, KW, KIND)
-            spread(reach_v, reach_k, p, ds, cell, origin, size, box, queries, keep)
+        cell, inside, slides = tap_position(sets, at, size, j, KT, KH, KW, KIND)
+        key, p, ds, slope = slopes(
+            query, grad, norm, share, keys, values, cell, size, stride, keep, scale, D, BLOCK_D
+        )
+        dquery += ds[:, None] * key
+        moved = add_slopes(moved, dsets, slope, inside, slides, j, keep, KT, KH, KW, KIND)
+        spread(reach_v, reach_k, p, ds, cell, origin, size, box, queries, keep)
     return dquery, moved
 
 
@@ -344,7 +332,7 @@ def spread(reach_v, reach_k, p, ds, cell, origin, size, box, queries, keep):
     ft, fh, fw = cell[3], cell[4], cell[5]
     rt, rh, rw = cell[0] - origin[0], cell[1] - origin[1], cell[2] - origin[2]
     # The box holds every tap; only a NaN, whose cell means nothing, can be outside.
-    held = keep & (rt >= 0) & (rt < box[0]) & (rh >= 0) & (rh < box[1]) & (rw >= 0) & (rw < box[2])
+    held = keep & within((rt, rh, rw), box)
     lower = ((rt * box[1] + rh) * box[2] + rw).to(tl.int64) * queries
     step_t, step_h, step_w = unit_steps(size[0], size[1], size[2])
     for c in tl.static_range(8):

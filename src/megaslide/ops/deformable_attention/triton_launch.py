@@ -3,7 +3,8 @@
 The backward goes through the volume in blocks of frames. For each, `queries_kernel` gives dq and
 the gradients of the offsets, and leaves its weights on the voxels in reach; `keys_kernel` sums them
 into dk and dv of the keys that this block of queries can reach. The reach, 8 bytes per query, head
-and voxel, is the only memory that grows with the window, and a block of frames bounds it.
+and voxel (`shift` in halves: 4), is the only memory that grows with the window, and a block of
+frames bounds it. Without offsets there is none.
 
 Shapes: B batch, T H W voxels per axis, N = T*H*W, G offset groups, K taps, E extra keys, d head
 dim.
@@ -24,8 +25,17 @@ from megaslide.ops.deformable_attention.triton_kernels import (
     share_kernel,
 )
 from megaslide.ops.deformable_attention.triton_keys import extra_kernel, keys_kernel
+from megaslide.ops.deformable_attention.triton_slide import (
+    slide_forward_kernel,
+    slide_queries_kernel,
+)
+from megaslide.ops.deformable_attention.triton_window import (
+    window_forward_kernel,
+    window_keys_kernel,
+    window_queries_kernel,
+)
 
-KIND_CODES = {"none": 0, "shift": 1, "affine": 2, "tap": 3}
+KIND_CODES = {"shift": 1, "affine": 2, "tap": 3}
 REACH_BYTES = 2**30
 """Bound on the weights of a block of frames; one frame is taken even above it."""
 SPLIT = 4096
@@ -36,8 +46,24 @@ SPLIT = 4096
 FORWARD_TILES = ((1, 2, 8, 4), (1, 4, 8, 4), (1, 2, 8, 8), (1, 4, 8, 8))
 # 8 numbers of a row per thread; with more, the backward of the queries spills registers.
 BACKWARD_TILES = {64: (1, 2, 8, 4), 128: (1, 2, 8, 8)}
+# t, h, w, warps, and rows of the box at a time. Frames of 8 x 8, because windows are mostly square:
+# the box around a tile is then a small multiple of one window. Two frames are 128 queries, two
+# instructions of Hopper's tensor cores; 8 warps on 64 would each be computed twice. Where numbers
+# are gathered, a warp holds whole queries, and few of them: what a query is known by fills
+# registers.
+DENSE_TILES = {
+    "forward": (2, 8, 8, 8, 64), "backward": (2, 8, 8, 8, 32),
+    "slide forward": (1, 8, 8, 8, 32), "slide backward": (1, 4, 8, 8, 32),
+}  # fmt: skip
+# In fp32 dense products go without tensor cores and keep their operands in registers.
+SINGLE_TILES = {
+    "forward": (1, 4, 8, 8, 16), "backward": (1, 4, 8, 8, 16),
+    "slide forward": (1, 4, 4, 8, 16), "slide backward": (1, 4, 4, 8, 16),
+}  # fmt: skip
+DENSE_STAGES = 2
+"""Blocks of keys on their way or in use. A third does not fit an A100's shared memory twice."""
 # The interpreter pays per operation, whatever its width.
-INTERPRETED_TILE = (4, 4, 8, 1)
+INTERPRETED_TILE = (4, 4, 8, 1, 32)
 
 
 class Inputs(NamedTuple):
@@ -66,6 +92,14 @@ def backward_config(q: Tensor) -> dict[str, Any]:
     return _config(tile).all_kwargs()
 
 
+def dense_config(dtype: torch.dtype, use: str) -> dict[str, Any]:
+    """Blocks of the kernels that take dense products over a tile's box; not tuned either."""
+    tiles = SINGLE_TILES if dtype == torch.float32 else DENSE_TILES
+    tile = INTERPRETED_TILE if interpreting() else tiles[use]
+    blocks = {"BLOCK_P": tile[4], "num_stages": DENSE_STAGES}
+    return _config(tile).all_kwargs() | blocks
+
+
 class Reach(NamedTuple):
     """The voxels that taps of a query can sample: `box` per axis, from `low` before its window."""
 
@@ -89,9 +123,22 @@ def forward(
     q, k, v, offsets, extra_k, extra_v = inputs
     B, T, H, W, heads, _ = q.shape
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:5], dtype=torch.float32)
-    if B:
+    if B and kind == "none":
+        window_forward_kernel[_grid(T, H, W, B * heads)](
+            q, k, v, _or(extra_k, q), _or(extra_v, q), out, lse, T, H, W, heads, _extra(inputs),
+            scale, **_head(q), **_dot(q), **_taps(window), **_extra_block(inputs),
+            **dense_config(q.dtype, "forward"),
+        )  # fmt: skip
+    elif B and kind == "shift":
+        slide_forward_kernel[_grid(T, H, W, B * heads)](
+            q, k, v, offsets, _or(extra_k, q), _or(extra_v, q), out, lse,
+            T, H, W, heads, _groups(inputs), _extra(inputs), scale,
+            **_head(q), **_dot(q), **_slots(window), **_extra_block(inputs),
+            **dense_config(q.dtype, "slide forward"),
+        )  # fmt: skip
+    elif B:
         _tuned_forward[_grid(T, H, W, B * heads)](
-            q, k, v, _or(offsets, q), _or(extra_k, q), _or(extra_v, q), out, lse,
+            q, k, v, offsets, _or(extra_k, q), _or(extra_v, q), out, lse,
             T, H, W, heads, _groups(inputs), _extra(inputs), scale,
             **_head(q), **_dot(q), **_window(window, kind), **_extra_block(inputs),
         )  # fmt: skip
@@ -131,8 +178,8 @@ def backward(
     grad_out, reach = grad_out.contiguous(), reach_of(inputs, window, kind)
     shares = _shares(out.contiguous(), grad_out)
     setting = Setting(inputs, grad_out, lse, shares, gradients, reach, window, kind, scale)
-    for t0, t1 in _blocks_of_frames(q, reach, kind):
-        room = _room(q, reach, kind, t1 - t0)
+    for t0, t1 in _blocks_of_frames(setting):
+        room = _room(setting, t1 - t0)
         _queries(setting, room, t0, t1)
         _keys(setting, room, t0, t1)
     return gradients + ([] if extra_k is None else _extra_gradients(setting))
@@ -182,10 +229,27 @@ def _queries(setting: Setting, room: Sequence[Tensor], t0: int, t1: int) -> None
     inputs, grad_out, lse, shares, gradients, reach, window, kind, scale = setting
     q, k, v, offsets, extra_k, extra_v = inputs
     B, T, H, W, heads, _ = q.shape
+    if kind == "none":
+        window_queries_kernel[_grid(T, H, W, B * heads)](
+            q, k, v, _or(extra_k, q), _or(extra_v, q), grad_out, lse, shares, gradients[0],
+            T, H, W, heads, _extra(inputs), scale,
+            **_head(q), **_dot(q), **_taps(window), **_extra_block(inputs),
+            **dense_config(q.dtype, "backward"),
+        )  # fmt: skip
+        return
     groups = _groups(inputs)
+    if kind == "shift":
+        slide_queries_kernel[_grid(t1 - t0, H, W, B * groups)](
+            q, k, v, offsets, _or(extra_k, q), _or(extra_v, q), grad_out, lse, shares,
+            gradients[0], gradients[3], *room,
+            T, H, W, heads, groups, _extra(inputs), scale, t0, t1,
+            **_head(q), **_dot(q), **_slots(window), **_extra_block(inputs),
+            **dense_config(q.dtype, "slide backward"),
+        )  # fmt: skip
+        return
     queries_kernel[_grid(t1 - t0, H, W, B * groups)](
-        q, k, v, _or(offsets, q), _or(extra_k, q), _or(extra_v, q), grad_out, lse, shares,
-        gradients[0], q if offsets is None else gradients[3], *room,
+        q, k, v, offsets, _or(extra_k, q), _or(extra_v, q), grad_out, lse, shares,
+        gradients[0], gradients[3], *room[:2],
         T, H, W, heads, groups, _extra(inputs), scale, t0, t1, *reach.low, *reach.box,
         **_head(q), **_dot(q), **_window(window, kind), **_extra_block(inputs),
         **backward_config(q),
@@ -196,13 +260,20 @@ def _keys(setting: Setting, room: Sequence[Tensor], t0: int, t1: int) -> None:
     inputs, grad_out, lse, shares, gradients, reach, window, kind, scale = setting
     q, k, v = inputs[:3]
     B, T, H, W, heads, _ = q.shape
+    if kind == "none":
+        window_keys_kernel[_grid(T, H, W, B * heads)](
+            q, k, v, grad_out, lse, shares, gradients[1], gradients[2], T, H, W, heads, scale,
+            **_head(q), **_dot(q), **_taps(window), **dense_config(q.dtype, "backward"),
+        )  # fmt: skip
+        return
     first, last = (min(max(t - window[0] // 2, 0), T - window[0]) for t in (t0, t1 - 1))
     p0, p1 = max(first - reach.low[0], 0), min(last - reach.low[0] + reach.box[0], T)
-    keys_kernel[_grid(p1 - p0, H, W, B * heads)](
-        q, k, v, grad_out, lse, shares, gradients[1], gradients[2], *room,
-        T, H, W, heads, scale, p0, p1, t0, t1, *reach.low, *reach.box,
-        **_head(q), **_window(window, kind), **backward_config(q),
-    )  # fmt: skip
+    for x, weights, total in ((grad_out, room[0], gradients[2]), (q, room[1], gradients[1])):
+        keys_kernel[_grid(p1 - p0, H, W, B * heads)](
+            x, weights, room[2], total, T, H, W, heads, _groups(inputs), p0, p1, t0, t1,
+            *reach.low, *reach.box,
+            **_head(q), **_dot(q), **_window(window, kind), **dense_config(q.dtype, "backward"),
+        )  # fmt: skip
 
 
 def _extra_gradients(setting: Setting) -> list[Tensor]:
@@ -226,21 +297,45 @@ def _extra_gradients(setting: Setting) -> list[Tensor]:
 # ---- blocks --------------------------------------------------------------------------------------
 
 
-def _blocks_of_frames(q: Tensor, reach: Reach, kind: str) -> list[tuple[int, int]]:
+def _blocks_of_frames(setting: Setting) -> list[tuple[int, int]]:
     """[(first, end)] such that the reach of the frames between them stays within REACH_BYTES."""
+    q = setting.inputs.q
     B, T, H, W, heads, _ = q.shape
-    frame = 8 * B * heads * H * W * math.prod(reach.box)
-    step = T if kind == "none" else max(1, REACH_BYTES // frame)
+    if setting.kind == "none":
+        return [(0, T)]
+    step = max(1, REACH_BYTES // (2 * B * heads * H * W * _reach_bytes(setting)))
     return [(t, min(t + step, T)) for t in range(0, T, step)]
 
 
-def _room(q: Tensor, reach: Reach, kind: str, frames: int) -> tuple[Tensor, Tensor]:
-    """Zeros for the weights of `frames` frames on v and on k."""
-    if kind == "none":
-        return q, q  # not read
+def _room(setting: Setting, frames: int) -> tuple[Tensor, ...]:
+    """For the weights of `frames` frames on v and on k, and for the cells of `shift`."""
+    q, kind, box = setting.inputs.q, setting.kind, setting.reach.box
     B, _, H, W, heads, _ = q.shape
-    room = q.new_zeros(2, B * heads, math.prod(reach.box), frames * H * W, dtype=torch.float32)
-    return room[0], room[1]
+    if kind == "none":
+        return (q, q, q)  # not read
+    if kind == "shift":
+        room = q.new_empty(2, B * heads, frames * H * W, _voxels(setting), dtype=_kept(q))
+        cells = q.new_empty(B * _groups(setting.inputs), frames * H * W, 3, dtype=torch.int32)
+        return room[0], room[1], cells
+    room = q.new_zeros(2, B * heads, math.prod(box), frames * H * W, dtype=torch.float32)
+    return room[0], room[1], q
+
+
+def _reach_bytes(setting: Setting) -> int:
+    """Of one query and head, on one of v and k."""
+    if setting.kind == "shift":
+        return _kept(setting.inputs.q).itemsize * _voxels(setting)
+    return 4 * math.prod(setting.reach.box)
+
+
+def _voxels(setting: Setting) -> int:
+    """Voxels that serve the taps of a window that slides as a whole."""
+    return math.prod(n + 1 for n in setting.window)
+
+
+def _kept(q: Tensor) -> torch.dtype:
+    """Of weights that one program writes and dense products read, which round to it anyway."""
+    return torch.float32 if interpreting() else q.dtype
 
 
 def _grid(T: int, H: int, W: int, slots: int) -> Callable[[dict[str, Any]], tuple[int, int]]:
@@ -265,7 +360,17 @@ def _dot(q: Tensor) -> dict[str, Any]:
 
 
 def _window(window: Sequence[int], kind: str) -> dict[str, int]:
-    return dict(zip(("KT", "KH", "KW"), window, strict=True)) | {"KIND": KIND_CODES[kind]}
+    return _taps(window) | {"KIND": KIND_CODES[kind]}
+
+
+def _taps(window: Sequence[int]) -> dict[str, int]:
+    return dict(zip(("KT", "KH", "KW"), window, strict=True))
+
+
+def _slots(window: Sequence[int]) -> dict[str, int]:
+    """Of a window, cut at a fixed h, with one voxel more on each axis: see `triton_slide`."""
+    frames, row = (triton.next_power_of_2(window[axis] + 1) for axis in (0, 2))
+    return _taps(window) | {"ROW": row, "S": frames * row}
 
 
 def _extra_block(inputs: Inputs) -> dict[str, int]:
