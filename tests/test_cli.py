@@ -225,6 +225,20 @@ def test_what_does_not_fit_is_refused_before_clips_are_read(
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("changes", [("attention.kind=dense",), ("attention.kind=swin",)])
+def test_blocks_that_cannot_be_cut_are_refused(
+    library: Library, config_file: Path, changes: tuple[str, ...]
+) -> None:
+    result = run("train", config_file, "offload.frames_per_chunk=2", *changes)
+    assert result.exit_code == 2
+    assert "frames_per_chunk: blocks.0 cannot be computed in chunks of frames" in result.stderr
+    assert "fix: leave frames_per_chunk out" in result.stderr
+    assert library.calls == []
+    result = run("train", config_file, "offload.frames_per_chunk=0")
+    assert result.exit_code == 2
+    assert "frames_per_chunk" in result.stderr
+
+
 def test_interrupted_training_tells_how_to_go_on(library: Library, config_file: Path) -> None:
     library.training = lambda config, on_progress: SimpleNamespace(
         interrupted=True, step=7, checkpoint=Path("run/checkpoint-7")

@@ -90,3 +90,14 @@ def test_bit_equal_across_slots_and_close_across_micro_batches(kind: str) -> Non
         assert all(torch.equal(same[name], weights[name]) for name in weights)
     whole, _ = train_streamed(kind)
     assert whole == pytest.approx(losses, rel=2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 3}])
+def test_chunks_of_frames_differ_only_by_summation_order(options: dict[str, int]) -> None:
+    losses, _ = train_plain("deformable")
+    found, weights = train_streamed("deformable", frames_per_chunk=2, **options)
+    assert found[:6] == pytest.approx(losses[:6], rel=1e-6)
+    assert found == pytest.approx(losses, rel=2e-5)
+    again, same = train_streamed("deformable", frames_per_chunk=2, slots=3, **options)
+    assert again == found
+    assert all(torch.equal(same[name], weights[name]) for name in weights)

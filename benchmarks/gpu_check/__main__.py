@@ -38,9 +38,10 @@ PARTS = (
     Part("steps-1b", "steps.small", 45),
     Part("steps-4b", "steps.middle", 75),
     Part("steps-largest", "steps.largest", 65),
+    Part("long-block", "long_block.run", 0),
     Part("steps-largest8", "steps.largest8", 0),
 )
-"""The last has what the others left over."""
+"""The last two have what the others left over."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -213,7 +213,8 @@ def test_needs_nothing_that_such_a_machine_lacks() -> None:
     lacking = ("pydantic", "diffusers", "av", "typer", "natten")
     code = (
         f"import sys\nsys.modules.update(dict.fromkeys({lacking}))\n"
-        "from benchmarks.gpu_check import __main__, copies, engine, kernels, native, steps"
+        "from benchmarks.gpu_check import __main__, copies, engine, kernels, long_block, native\n"
+        "from benchmarks.gpu_check import steps"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -21,6 +21,7 @@ from megaslide.models.pretrained import family_of, find_source
 from megaslide.ops.library import is_counting_only, why_absent
 from megaslide.planning import dry_run
 from megaslide.planning.costs import ModelCosts, model_costs
+from megaslide.planning.flops import FlopCounter
 from megaslide.streaming import planned_state_bytes, stream
 from megaslide.streaming.records import FORMATS
 from megaslide.streaming.store import StoreSettings
@@ -499,3 +500,41 @@ def test_a_hundred_billion_parameters_take_seconds_and_no_memory() -> None:
     assert costs.units[1].boundary_bytes == tokens * 8192 * 2
     assert seconds < 10
     assert grown < 2e9
+
+
+# ---- blocks in chunks of frames ------------------------------------------------------------------
+
+
+def long_inputs(frames: int) -> Inputs:
+    return inputs() | {"hidden_states": torch.randn(BATCH, 4, frames, *GRID[1:])}
+
+
+def test_flop_of_chunks_are_those_of_the_engine() -> None:
+    given = long_inputs(9)
+    costs = model_costs(build("deformable").to("meta"), on_meta(given), frames_per_chunk=2)
+    streamed = stream(build("deformable"), frames_per_chunk=2)
+    with FlopCounter() as counter:
+        loss = streamed(**given).square().mean()
+        assert counter.total == costs.forward_flop
+        loss.backward()
+    assert counter.total == costs.flop
+    streamed.close()
+    whole = model_costs(build("deformable").to("meta"), on_meta(given))
+    assert costs.flop > 1.3 * whole.flop  # 2 frames are given 6, of which 4 for attention alone
+    assert costs.boundary_bytes == whole.boundary_bytes
+
+
+def test_working_set_of_chunks_does_not_grow_with_the_clip() -> None:
+    def working(frames: int, per_chunk: int | None) -> int:
+        model = build("deformable").to("meta")
+        given = on_meta(long_inputs(frames))
+        return model_costs(model, given, frames_per_chunk=per_chunk).units[1].working_bytes
+
+    assert working(12, 2) == working(24, 2) < working(12, 4) < working(12, None)
+    assert working(12, 12) == working(12, None)
+
+
+@pytest.mark.parametrize("kind", ["dense", "swin"])
+def test_chunks_of_blocks_that_cannot_be_cut_are_refused(kind: str) -> None:
+    with pytest.raises(InputError, match=r"frames_per_chunk: blocks.0 .* relates all frames"):
+        model_costs(build(kind).to("meta"), on_meta(inputs()), frames_per_chunk=1)

@@ -159,6 +159,9 @@ class OffloadConfig(Section):
     """Device-side buffers of one block each, 2 or more; `auto` is as many as shorten the step."""
     micro_batch_size: int | None = Field(None, gt=0)
     """Clips per pass through a block; null takes train.train_batch_size."""
+    frames_per_chunk: int | None = Field(None, gt=0)
+    """Frames of tokens that a block of our VideoDiT computes at once, with attention of kind
+    deformable or neighborhood: what a long clip's block works on then fits. Null takes all."""
     tier: Literal["auto", "ram", "disk"] = "ram"
     """Where weights, masters and moments live; `auto` is the disk where RAM is too small."""
     state_format: Literal["auto", "master", "split", "split8"] = "split"

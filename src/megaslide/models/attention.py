@@ -22,6 +22,8 @@ from megaslide.ops.deformable_attention import Kind, cut_window, deformable_atte
 
 Extra = tuple[Tensor, Tensor] | None
 """Keys and values that every query also sees."""
+Frames = tuple[int, int]
+"""The first frame, and the one after the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +78,9 @@ class SelfAttention(nn.Module):
         self.to_out = Linear(dim, dim)
 
     def forward(
-        self, x: Tensor, rope: Rope, registers: Tensor | None = None, *, grid: Grid
-    ) -> Tensor:
+        self, x: Tensor, rope: Rope, registers: Tensor | None = None, *, grid: Grid,
+        own: Frames | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attend within the tokens of each sample.
 
         Args:
@@ -85,9 +88,10 @@ class SelfAttention(nn.Module):
             rope: cosines and sines, each [1, N, 1, d/2], of `rope_tables(grid, d)`.
             registers: [1, E, D] or None.
             grid: (T, H, W).
+            own: frames whose tokens are returned; None: all.
 
         Returns:
-            [B, N, D], dtype of the projections.
+            [B, N, D], dtype of the projections; N of the frames `own`.
         """
         v = self._heads(self.to_v(x))
         q = apply_rope(self.norm_q(self._heads(self.to_q(x))), rope).to(v.dtype)
@@ -96,7 +100,20 @@ class SelfAttention(nn.Module):
         out = self.attend(x.unflatten(1, grid), q, k, v, self._extra(registers, v)).flatten(-2)
         if self.conv_branch is not None:
             out = out + self.conv_branch(v.flatten(-2))
+        if own is not None:
+            out = out[:, own[0] : own[1]]
         return self.to_out(out.flatten(1, 3))
+
+    def why_whole(self) -> str | None:
+        """Why the frames of a clip cannot be computed in parts, or None where they can."""
+        return "its attention relates all frames; kinds deformable and neighborhood do not"
+
+    def reach(self, own: Frames, frames: int) -> Frames:
+        """The frames, of so many, that the output on the frames `own` depends on.
+
+        On these alone the module gives the same output for `own` as on all.
+        """
+        return 0, frames
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, extra: Extra) -> Tensor:
         """x [B, T, H, W, D]; q, k, v [B, T, H, W, heads, d]; extra k and v [B, E, heads, d].
@@ -130,6 +147,11 @@ class NeighborhoodAttention(SelfAttention):
 
     def __init__(self, settings: AttentionSettings) -> None:
         super().__init__(settings)
+        self.window = settings.window
+        self.displacement = 0.0
+        """Frames that no tap is displaced beyond."""
+        self.convolves = settings.conv_branch
+        """Whether a 3x3x3 convolution looks at the frames beside a token's own."""
         self.operator = partial(
             deformable_attention,
             window=settings.window,
@@ -145,6 +167,25 @@ class NeighborhoodAttention(SelfAttention):
         """None: the window does not deform."""
         return None
 
+    def why_whole(self) -> str | None:
+        return None
+
+    def reach(self, own: Frames, frames: int) -> Frames:
+        """The windows of the frames `own`, moved as far as they can; and what convolutions need.
+
+        The window of frame i begins at clamp(i - k//2, 0, frames - k) and has k frames. A tap is
+        displaced by less than `displacement` frames, so the two that it lies between are within
+        that of the window, rounded up. Where the window could end with the given frames, it ends
+        with the clip or cannot move: its borders are where they are in the whole clip.
+        """
+        k = min(self.window[0], frames)
+        first, last = (min(max(i - k // 2, 0), frames - k) for i in (own[0], own[1] - 1))
+        moved, beside = math.ceil(self.displacement), int(self.convolves)
+        return (
+            max(0, min(first - moved, own[0] - beside)),
+            min(frames, max(last + k + moved, own[1] + beside)),
+        )
+
 
 class DeformableSlideAttention(NeighborhoodAttention):
     """3D-DSA: the neighbourhood window slides, stretches and shears with learned offsets.
@@ -154,6 +195,7 @@ class DeformableSlideAttention(NeighborhoodAttention):
 
     def __init__(self, settings: AttentionSettings) -> None:
         super().__init__(settings)
+        self.displacement, self.convolves = settings.offset_range[0], True
         self.offset_net = OffsetNet(
             settings.hidden_size,
             window=settings.window,

@@ -9,15 +9,17 @@ Shapes: B batch · C latent channels · T H W latent voxels · (T', H', W') toke
 N = T'·H'·W' tokens · D hidden size · L text tokens · E registers · d channels of a head.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaslide.models.attention import build_attention
+from megaslide.models.attention import Frames, build_attention
 from megaslide.models.checkpoint import load_weights, read_config, save_weights
+from megaslide.models.chunks import FrameChunk, frame_chunks, rows_of
 from megaslide.models.layers import (
     CrossAttention,
     FeedForward,
@@ -49,6 +51,8 @@ class VideoDiTBlock(nn.Module):
     until then no token learns from another. The model predicts zero at init all the same.
     """
 
+    row_arguments = ("hidden", "rope")
+
     def __init__(self, config: VideoDiTConfig, index: int) -> None:
         super().__init__()
         dim = config.hidden_size
@@ -74,6 +78,7 @@ class VideoDiTBlock(nn.Module):
         rope: Rope,
         registers: Tensor | None,
         grid: Grid,
+        own: Frames | None = None,
     ) -> Tensor:
         """One block.
 
@@ -85,9 +90,11 @@ class VideoDiTBlock(nn.Module):
             rope: cosines and sines, each fp32 [1, N, 1, d/2].
             registers: [1, E, D] or None.
             grid: (T', H', W').
+            own: frames whose tokens are returned; the others are there to be attended to. None:
+                all.
 
         Returns:
-            [B, N, D], dtype of `hidden`.
+            [B, N, D], dtype of `hidden`; N of the frames `own`.
         """
         # One use of what blocks share, so that its gradients add up in the same order whether
         # a block is many autograd nodes or, streamed or checkpointed, one.
@@ -95,12 +102,26 @@ class VideoDiTBlock(nn.Module):
         registers = None if registers is None else registers.view_as(registers)
         table = self.scale_shift_table.float() + modulation.float()
         shift1, scale1, gate1, shift2, scale2, gate2 = table.chunk(6, dim=1)  # each [B, 1, D]
-        out = self.attn1(modulated_norm(hidden, shift1, scale1), rope, registers, grid=grid)
+        out = self.attn1(
+            modulated_norm(hidden, shift1, scale1), rope, registers, grid=grid, own=own
+        )
+        hidden = hidden if own is None else hidden[:, rows_of(own, grid)]
         hidden = _gated_add(hidden, gate1, out)
         out = self.attn2(layer_norm(hidden), text, text_mask)
         hidden = hidden + out.to(hidden.dtype)
         out = self.ffn(modulated_norm(hidden, shift2, scale2))
         return _gated_add(hidden, gate2, out)
+
+    def why_whole(self) -> str | None:
+        """Why a call cannot be computed in chunks of frames, or None where it can."""
+        return self.attn1.why_whole()
+
+    def chunks(self, frames: int, arguments: Mapping[str, Any]) -> list[FrameChunk]:
+        """A call of `forward` in parts of at most so many frames, for a streaming engine.
+
+        Frames near a border are given to both sides; they cost attention but no MLP.
+        """
+        return frame_chunks(frames, arguments["grid"], self.attn1.reach)
 
 
 def _gated_add(hidden: Tensor, gate: Tensor, out: Tensor) -> Tensor:

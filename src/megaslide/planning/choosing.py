@@ -66,7 +66,8 @@ def alternatives(subject: Subject, plan: Plan) -> list[tuple[str, Plan]]:
         micro_batches = plan.choice.micro_batches * subject.clips // smaller.clips
         choice = replace(plan.choice, micro_batches=micro_batches)
         other = make_plan(smaller.costs(), plan.machine, choice, clips=smaller.clips)
-        found.append((words, other, smaller.clips == subject.clips))
+        same_work = smaller.clips != subject.clips or smaller.offload != subject.offload
+        found.append((words, other, not same_work))
     found.sort(key=lambda item: (sum(item[1].shortfall.values()), item[2], item[1].pace_s))
     return [(words, other) for words, other, _ in found]
 
@@ -127,10 +128,11 @@ def _choices(plan: Plan) -> Iterator[tuple[str, Choice]]:
 
 
 def _smaller(subject: Subject) -> Iterable[tuple[str, Subject]]:
-    """Fewer clips at a time, and less work per clip."""
+    """Fewer clips at a time, fewer frames at a time, and less work per clip."""
     divisors = [n for n in range(1, subject.clips) if subject.clips % n == 0]
     for clips in dict.fromkeys(divisors[:1] + divisors[-1:]):
         yield f"offload.micro_batch_size={clips}", replace(subject, clips=clips)
+    yield from _fewer_frames_at_a_time(subject)
     patch = subject.network.patch_size
     t, h, w = (n // (2 * p) * p for n, p in zip(subject.latents, patch, strict=True))
     _, height, width = subject.latents
@@ -146,3 +148,17 @@ def _smaller(subject: Subject) -> Iterable[tuple[str, Subject]]:
             other = replace(network, config=replace(network.config, window=window))
             words = f"attention.window=[{','.join(map(str, window))}]"
             yield words, replace(subject, network=other)
+
+
+def _fewer_frames_at_a_time(subject: Subject) -> Iterable[tuple[str, Subject]]:
+    """An eighth, where blocks can be computed in chunks."""
+    network, offload = subject.network, subject.offload
+    if not isinstance(network, OwnNetwork):
+        return
+    if network.config.attention_kind not in ("deformable", "neighborhood"):
+        return
+    frames = offload.frames_per_chunk or subject.latents[0] // network.patch_size[0]
+    if frames > 1:
+        fewer = max(1, frames // 8)
+        other = offload.model_copy(update={"frames_per_chunk": fewer})
+        yield f"offload.frames_per_chunk={fewer}", replace(subject, offload=other)

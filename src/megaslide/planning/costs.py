@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from megaslide.errors import InputError
 from megaslide.planning.dry_run import Call, Pass, Work, dry_run
+from megaslide.streaming.chunks import require_cuttable
 from megaslide.streaming.layout import Unit, UnitLayout, find_blocks, plan_units
 from megaslide.streaming.memory import planned_device_bytes
 from megaslide.streaming.store import StorePlan, StoreSettings, plan_store
@@ -53,8 +54,8 @@ class UnitCosts:
     blocks before which nothing learns."""
     working_bytes: int
     """A block: what autograd keeps between its recompute and its backward, inputs not counted,
-    the most of its calls. The resident unit: what it keeps from forward to backward.
-    Temporaries of single operations come on top."""
+    the most of its calls and of the chunks that a call is computed in. The resident unit: what it
+    keeps from forward to backward. Temporaries of single operations come on top."""
 
     @property
     def flop(self) -> int:
@@ -129,6 +130,7 @@ def model_costs(
     call: Callable[..., Any] | None = None,
     blocks: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
+    frames_per_chunk: int | None = None,
 ) -> ModelCosts:
     """Count a training step of `model` on `inputs`.
 
@@ -146,16 +148,22 @@ def model_costs(
             denoiser around it.
         blocks: names as in `megaslide.stream`; None finds them.
         dtype: compute dtype of trainable parameters as in `megaslide.stream`; None keeps theirs.
+        frames_per_chunk: as in `megaslide.stream`. A block's FLOP are then the sum over its chunks,
+            attention of the frames that two of them are given counted twice, and its
+            `working_bytes` those of the largest chunk.
 
     Raises:
+        InputError: `frames_per_chunk` for blocks that cannot be computed in chunks.
         ValueError: no blocks found, or a name that is not there.
         UnknownCostsError: the forward depends on values of its inputs, which shapes do not tell.
     """
     resident, streamed = plan_units(model, find_blocks(model, blocks), dtype)
     units = [resident, *streamed]
+    if frames_per_chunk is not None:
+        require_cuttable({unit.layout.name: unit.module for unit in streamed})
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     try:
-        done = dry_run(call or model, args, kwargs, model, units)
+        done = dry_run(call or model, args, kwargs, model, units, frames_per_chunk)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnknownCostsError(
             f"{type(model).__name__}: its forward asks for values of its tensors ({error}), which "

@@ -10,6 +10,7 @@ models make at construction, and fused attention stays one operator, which keeps
 backward, as on every device that matters.
 """
 
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from megaslide.planning.fakes import (
     storage_of,
 )
 from megaslide.planning.flops import FlopCounter
+from megaslide.streaming.chunks import Cuttable, chunks_of, cut_arguments
 from megaslide.streaming.layout import Unit
 
 Tensor = torch.Tensor
@@ -76,7 +78,7 @@ class Pass:
 
 def dry_run(
     call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
-    model: nn.Module, units: Sequence[Unit],
+    model: nn.Module, units: Sequence[Unit], frames_per_chunk: int | None = None,
 ) -> Pass:  # fmt: skip
     """Run `call`, which runs `model`, on tensors like those given, then backward from its outputs.
 
@@ -84,10 +86,11 @@ def dry_run(
         call: the model itself, or what stands around it.
         args, kwargs: pytrees of its arguments; of tensors only shapes, strides and dtypes count.
         units: of `plan_units`; the model is as it was when this returns.
+        frames_per_chunk: of blocks that can be cut; None computes them whole.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, _EverythingKept(), counting_only(), FlopCounter() as counter:
-        run = _DryRun(units, counter)
+        run = _DryRun(units, counter, frames_per_chunk)
         with run.in_place(model):
             return run(call, tree_map(fake_like, tuple(args)), tree_map(fake_like, dict(kwargs)))
 
@@ -95,11 +98,14 @@ def dry_run(
 class _DryRun:
     """Holds everything that has an identity (storages) until the pass is over."""
 
-    def __init__(self, units: Sequence[Unit], counter: FlopCounter) -> None:
-        self._units, self._counter = units, counter
+    def __init__(
+        self, units: Sequence[Unit], counter: FlopCounter, frames_per_chunk: int | None
+    ) -> None:
+        self._units, self._counter, self._frames = units, counter, frames_per_chunk
         self._parameters = [fake_parameters(unit) for unit in units]
         self._own = {storage_of(p) for unit in self._parameters for p in unit.values()}
         self._seen: dict[Hashable, _Trace] = {}
+        self._seen_cut: dict[Hashable, _Trace | _CutTrace] = {}
         self._calls: list[Call] = []
         self._held: list[Tensor] = []
         # Blocks whose inputs need no gradient (after frozen embeddings) have a backward too.
@@ -144,11 +150,11 @@ class _DryRun:
                         block.forward = forward
 
     def _counted(self, unit: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
         def forward(*args: Any, **kwargs: Any) -> Any:
-            flat, spec = tree_flatten((args, kwargs))
-            external = [parameter_at(use) for use in self._units[unit].external]
-            inputs = [*(leaf for leaf in flat if isinstance(leaf, Tensor)), *external]
-            trace = self._trace(unit, original, flat, spec, inputs)
+            inputs = self._inputs(unit, args, kwargs)
+            trace = self._trace_in_chunks(unit, original, signature, args, kwargs)
             learns = any(t.requires_grad for t in [*inputs, *self._parameters[unit].values()])
             work = Work(forward_flop=trace.forward_flop)
             kept = self._storages(inputs) if learns else {}
@@ -158,14 +164,16 @@ class _DryRun:
 
         return forward
 
-    def backward_of(self, trace: "_Trace", work: Work, given: tuple[bool, ...]) -> None:
+    def backward_of(self, trace: "_Trace | _CutTrace", work: Work, given: tuple[bool, ...]) -> None:
         """Fill in the backward of a block whose outputs have gradients where `given`."""
-        before = self._counter.total
-        if given not in trace.backward_flop:
-            trace.run_backward(given)
-            trace.backward_flop[given] = self._counter.total - before
-            self._flop_of_blocks += self._counter.total - before
-        work.backward_flop = trace.backward_flop[given]
+        parts = trace.parts if isinstance(trace, _CutTrace) else [trace]
+        for part in parts:
+            before = self._counter.total
+            if given not in part.backward_flop:
+                part.run_backward(given)
+                part.backward_flop[given] = self._counter.total - before
+                self._flop_of_blocks += self._counter.total - before
+        work.backward_flop = sum(part.backward_flop[given] for part in parts)
         work.recompute_flop, work.working_bytes = trace.forward_flop, trace.working_bytes
 
     def _storages(self, inputs: Sequence[Tensor]) -> dict[int, int]:
@@ -173,19 +181,59 @@ class _DryRun:
         storages = {storage_of(t): t.untyped_storage().nbytes() for t in inputs}
         return {key: nbytes for key, nbytes in storages.items() if key not in self._own}
 
+    def _inputs(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Tensors among the arguments, and parameters of the resident unit."""
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        return given + [parameter_at(use) for use in self._units[unit].external]
+
+    def _chunks(
+        self, unit: int, signature: inspect.Signature, args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:  # fmt: skip
+        """Arguments of each chunk, in memory of their own; none where the call is whole."""
+        block = self._units[unit].module
+        if self._frames is None or not isinstance(block, Cuttable):
+            return []
+        call = signature.bind(*args, **kwargs)
+        chunks = chunks_of(block, self._frames, call)
+        cut: list[Any] = [cut_arguments(block, chunk, call) for chunk in chunks]
+        return tree_map(_separate, cut)
+
+    def _trace_in_chunks(
+        self, unit: int, original: Callable[..., Any], signature: inspect.Signature,
+        args: tuple[Any, ...], kwargs: dict[str, Any],
+    ) -> "_Trace | _CutTrace":  # fmt: skip
+        if self._frames is None:
+            return self._trace(unit, original, args, kwargs)
+        key = self._key(unit, args, kwargs)
+        if key not in self._seen_cut:
+            chunks = self._chunks(unit, signature, args, kwargs)
+            parts = [self._trace(unit, original, *chunk) for chunk in chunks]
+            rows = self._inputs(unit, args, kwargs)[0]
+            whole = _CutTrace(parts, rows) if parts else self._trace(unit, original, args, kwargs)
+            self._seen_cut[key] = whole
+        return self._seen_cut[key]
+
     def _trace(
-        self, unit: int, original: Callable[..., Any], flat: list[Any], spec: TreeSpec,
-        inputs: list[Tensor],
+        self, unit: int, original: Callable[..., Any], args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> "_Trace":  # fmt: skip
-        weights = self._parameters[unit]
-        rest = tuple(plain(leaf) for leaf in flat if not isinstance(leaf, Tensor))
-        tensors = tuple(geometry_of(t) for t in [*inputs, *weights.values()])
-        key = (settings_of(self._units[unit].module), spec, rest, tensors)
+        key = self._key(unit, args, kwargs)
         if key not in self._seen:
             start = self._counter.total
+            flat, spec = tree_flatten((args, kwargs))
+            inputs = self._inputs(unit, args, kwargs)
             self._seen[key] = self._run_block(unit, original, flat, spec, inputs)
             self._flop_of_blocks += self._counter.total - start
         return self._seen[key]
+
+    def _key(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """Equal for calls that cost the same."""
+        flat, spec = tree_flatten((args, kwargs))
+        tensors = [*self._inputs(unit, args, kwargs), *self._parameters[unit].values()]
+        rest = tuple(plain(leaf) for leaf in flat if not isinstance(leaf, Tensor))
+        geometry = tuple(geometry_of(t) for t in tensors)
+        return settings_of(self._units[unit].module), spec, rest, geometry
 
     def _run_block(
         self, unit: int, original: Callable[..., Any], flat: list[Any], spec: TreeSpec,
@@ -279,13 +327,31 @@ class _Trace:
         return tree_unflatten(leaves, self._spec)
 
 
+class _CutTrace:
+    """A block that has run in chunks of its rows: their costs, and an output of all rows."""
+
+    def __init__(self, parts: Sequence[_Trace], like: Tensor) -> None:
+        """`like` is the input that tells how many rows there are, `[B, rows, ...]`."""
+        self.parts, self._shape = parts, like.shape[:2]
+        self.forward_flop = sum(part.forward_flop for part in parts)
+        self.working_bytes = max(part.working_bytes for part in parts)
+
+    def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        (part,) = self.parts[0].outputs(inputs)
+        return (part.new_empty((*self._shape, *part.shape[2:])),)
+
+    def result(self, outputs: Sequence[Tensor]) -> Any:
+        return self.parts[0].result(outputs)
+
+
 class _OpaqueBlock(torch.autograd.Function):
     """A block from outside: outputs of its shapes, gradients of its inputs' shapes."""
 
     @staticmethod
     def forward(
-        ctx: Any, run: _DryRun, trace: _Trace, work: Work, anchor: Tensor, *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, run: _DryRun, trace: "_Trace | _CutTrace", work: Work, anchor: Tensor,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.run, ctx.trace, ctx.work = run, trace, work
         ctx.shapes = [(t.shape, t.dtype) for t in inputs]
         outputs = trace.outputs(inputs)
@@ -301,3 +367,8 @@ class _OpaqueBlock(torch.autograd.Function):
             torch.empty(shape, dtype=dtype) if need else None for (shape, dtype), need in needed
         )
         return None, None, None, None, *like
+
+
+def _separate(leaf: Any) -> Any:
+    """A tensor like it that is no view, as chunks of equal shape cost the same."""
+    return fake_like(leaf).requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

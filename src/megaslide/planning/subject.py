@@ -59,7 +59,11 @@ class Subject:
         return self.clips * t * h * w
 
     def costs(self) -> ModelCosts:
-        """Of one micro-batch."""
+        """Of one micro-batch.
+
+        Raises:
+            InputError: `offload.frames_per_chunk` for blocks that cannot be computed in chunks.
+        """
         with torch.device("meta"):
             model = self.network.build(self.dtype)
             inputs = {
@@ -75,7 +79,10 @@ class Subject:
             model = model.to(self.dtype)
             inputs = {key: value.to(self.dtype) for key, value in inputs.items()}
         call = self.network.denoiser(model, self.dtype)
-        return model_costs(model, inputs, call=call, dtype=self.network.stream_dtype(self.dtype))
+        return model_costs(
+            model, inputs, call=call, dtype=self.network.stream_dtype(self.dtype),
+            frames_per_chunk=self.offload.frames_per_chunk,
+        )  # fmt: skip
 
 
 def subject_of(

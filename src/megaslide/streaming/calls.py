@@ -9,11 +9,14 @@ names of the block's arguments, and what cannot be told apart is an error, never
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from megaslide.streaming.chunks import Chunk, Cuttable, Part, chunks_of
 
 Tensor = torch.Tensor
 
@@ -41,11 +44,17 @@ class BlockCall:
     """Tensors among the arguments; parameters of the resident unit follow them as inputs."""
     split: list[bool]
     """Per input: whether a micro-batch takes its part of it."""
+    rows: list[bool]
+    """Per input: whether a chunk takes its rows of it."""
+    chunks: Sequence[Chunk]
+    """Parts that each micro-batch is computed in; none where it is computed whole."""
+    signature: inspect.Signature
+    """Of the block's own forward."""
     autocast: tuple[bool, torch.dtype]
     rng: list[list[Tensor]] = field(default_factory=list)
-    """RNG states before each micro-batch, so that dropout recomputes alike."""
+    """RNG states before each part, so that dropout recomputes alike."""
     buffers: list[list[Tensor]] = field(default_factory=list)
-    """The block's buffers before each micro-batch, where its forward changes them."""
+    """The block's buffers before each part, where its forward changes them."""
     out_spec: TreeSpec | None = None
     out_leaves: list[Any] = field(default_factory=list)
     out_split: list[bool] = field(default_factory=list)
@@ -54,20 +63,33 @@ class BlockCall:
     kept: list[Any] = field(default_factory=list)
     """Weak references to its boundary activations, where they may leave the device."""
 
-    def pieces(self) -> Iterator[slice]:
+    def parts(self) -> Iterator[Part]:
+        """What is computed at once: micro-batches, each whole or chunk by chunk."""
         for start in range(0, self.batch, self.micro_batch):
-            yield slice(start, min(start + self.micro_batch, self.batch))
+            batch = slice(start, min(start + self.micro_batch, self.batch))
+            if not self.chunks:
+                yield Part(batch)
+            for chunk, following in zip_longest(self.chunks, self.chunks[1:]):
+                again = chunk.reach.stop if following is None else following.reach.start
+                yield Part(batch, chunk, again)
 
-    def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments with these tensors in their places."""
+    def arguments(
+        self, tensors: Sequence[Tensor], part: Part
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with these tensors, the part's, in their places."""
         rest = iter(tensors)
         flat = [next(rest) if leaf is TENSOR else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(flat, self.spec)
-        return args, kwargs
+        if part.chunk is None:
+            return args, kwargs
+        bound = self.signature.bind(*args, **kwargs)
+        bound.arguments.update(part.chunk.arguments)
+        return bound.args, bound.kwargs
 
-    def cut(self, inputs: Sequence[Tensor], piece: slice) -> list[Tensor]:
-        """One micro-batch's inputs."""
-        return [t[piece] if cut else t for t, cut in zip(inputs, self.split, strict=True)]
+    def cut(self, inputs: Sequence[Tensor], part: Part) -> list[Tensor]:
+        """One part's inputs."""
+        cuts = zip(inputs, self.split, self.rows, strict=True)
+        return [part.of(t, split=split, rows=rows) for t, split, rows in cuts]
 
     def take_outputs(self, result: Any) -> list[Tensor]:
         """The tensors of the block's result, whose structure is remembered."""
@@ -82,31 +104,12 @@ class BlockCall:
         leaves = [next(rest) if leaf is TENSOR else leaf for leaf in self.out_leaves]
         return tree_unflatten(leaves, self.out_spec)
 
-    def join(self, pieces: list[list[Tensor]], passed: list[bool], name: str) -> tuple[Tensor, ...]:
-        """Outputs of the whole batch; `passed` marks outputs that are shared inputs handed on."""
-        if len(pieces) == 1:
-            self.out_split = [False] * len(pieces[0])
-            return tuple(pieces[0])
-        sizes = [piece.stop - piece.start for piece in self.pieces()]
-        columns = list(zip(*pieces, strict=True))
-        self.out_split = [
-            not shared and all(p.dim() > 0 and len(p) == n for p, n in zip(c, sizes, strict=True))
-            for c, shared in zip(columns, passed, strict=True)
-        ]
-        for number, column in enumerate(columns):
-            if not (self.out_split[number] or passed[number]):
-                _require_equal(column, number, name)
-        return tuple(
-            torch.cat(c) if split else c[0]
-            for c, split in zip(columns, self.out_split, strict=True)
-        )
-
     def output_grads(
-        self, grads: Sequence[Tensor | None], number: int, piece: slice
+        self, grads: Sequence[Tensor | None], number: int, part: Part
     ) -> list[Tensor | None]:
-        """The parts of the outputs' gradients that micro-batch `number` receives."""
+        """The parts of the outputs' gradients that part `number` receives."""
         return [
-            grad[piece] if grad is not None and split
+            part.own(grad) if grad is not None and split
             else grad if number == 0  # a shared output came from the first micro-batch
             else None
             for grad, split in zip(grads, self.out_split, strict=True)
@@ -118,8 +121,9 @@ class CallReader:
 
     def __init__(
         self, blocks: dict[int, nn.Module], micro_batch_size: int | None,
-        shared_inputs: Sequence[str], device_type: str,
+        shared_inputs: Sequence[str], device_type: str, frames_per_chunk: int | None,
     ) -> None:  # fmt: skip
+        self._blocks, self._frames_per_chunk = blocks, frames_per_chunk
         self._signatures = {unit: inspect.signature(b.forward) for unit, b in blocks.items()}
         self._micro_batch_size, self._device_type = micro_batch_size, device_type
         self._shared_inputs = frozenset(shared_inputs)
@@ -146,14 +150,27 @@ class CallReader:
             self._belongs(unit, position, name, tensor, batch, micro_batch)
             for position, (name, tensor) in enumerate(named)
         ]
+        chunks, in_rows = self._in_chunks(unit, args, kwargs)
         autocast = torch.is_autocast_enabled(self._device_type)
         call = BlockCall(
             unit=unit, index=index, spec=spec, batch=batch, micro_batch=max(micro_batch, 1),
             leaves=[TENSOR if isinstance(leaf, Tensor) else leaf for leaf in flat],
             num_tensors=len(named), split=split + [False] * externals,
+            signature=self._signatures[unit],
+            rows=[name in in_rows for name, _ in named] + [False] * externals, chunks=chunks,
             autocast=(autocast, torch.get_autocast_dtype(self._device_type)),
         )  # fmt: skip
         return call, [tensor for _, tensor in named]
+
+    def _in_chunks(
+        self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[Chunk], Sequence[str]]:
+        """A call's chunks, and the names of the arguments that they cut."""
+        block = self._blocks[unit]
+        if self._frames_per_chunk is None or not isinstance(block, Cuttable):
+            return (), ()
+        call = self._signatures[unit].bind(*args, **kwargs)
+        return chunks_of(block, self._frames_per_chunk, call), block.row_arguments
 
     def _belongs(
         self, unit: int, position: int, name: str, tensor: Tensor, batch: int, micro_batch: int
@@ -196,46 +213,3 @@ class CallReader:
                 f"shared_inputs={unknown} are no arguments of the blocks' forward; "
                 f"accepted: {sorted(known)}"
             )
-
-
-class InputGradients:
-    """Gradients of a call's inputs: written per part for batch tensors, summed for shared ones."""
-
-    def __init__(self, call: BlockCall, inputs: Sequence[Tensor], needed: Sequence[bool]) -> None:
-        self._call, self._inputs, self._needed = call, inputs, needed
-        self._sums: list[Tensor | None] = [None] * len(inputs)
-
-    def leaves(self, piece: slice) -> list[Tensor]:
-        """The micro-batch's inputs, detached, requiring grad where the originals need it."""
-        cut = self._call.cut(self._inputs, piece)
-        return [t.detach().requires_grad_(need) for t, need in zip(cut, self._needed, strict=True)]
-
-    def collect(self, piece: slice, leaves: Sequence[Tensor]) -> None:
-        for i, leaf in enumerate(leaves):
-            if leaf.grad is None:
-                continue
-            held = self._sums[i]
-            if self._call.split[i]:
-                held = torch.zeros_like(self._inputs[i]) if held is None else held
-                held[piece] = leaf.grad
-            elif held is None:
-                held = leaf.grad
-            else:  # fp32, as sums of many micro-batches in bf16 would lose them
-                held = held.float() + leaf.grad if leaf.grad.itemsize < 4 else held + leaf.grad
-            self._sums[i] = held
-
-    @property
-    def result(self) -> list[Tensor | None]:
-        return [
-            None if grad is None else grad.to(tensor.dtype)
-            for grad, tensor in zip(self._sums, self._inputs, strict=True)
-        ]
-
-
-def _require_equal(column: Sequence[Tensor], number: int, name: str) -> None:
-    if not all(torch.equal(part, column[0]) for part in column[1:]):
-        raise ValueError(
-            f"{name}: output {number} of shape {tuple(column[0].shape)} has no batch dimension and "
-            f"differs between micro-batches, so that no value stands for the whole batch; "
-            f"leave micro_batch_size out, or return one value per sample"
-        )

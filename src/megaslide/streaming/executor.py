@@ -3,10 +3,11 @@
 A wrapped block's forward is one autograd function: wait for its slot, run without grad, release
 the slot, keep only the inputs (boundary activations). Its backward waits for the slot again,
 recomputes with grad, accumulates into a flat fp32 gradient buffer and hands that to the D2H lane.
-The batch is split into micro-batches *inside* the block (layer-major accumulation), so weights
-cross the link twice per step and gradients once, however many micro-batches there are.
+The batch is split into micro-batches *inside* the block (layer-major accumulation), and a
+micro-batch into chunks of rows where the block offers them (`chunks`), so weights cross the link
+twice per step and gradients once, however many parts there are.
 
-Nothing here knows a model; `calls` reads the arguments.
+Nothing here knows a model; `calls` reads the arguments, `results` puts together what parts give.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +18,12 @@ import torch
 from torch import nn
 
 from megaslide.streaming.activations import Activations
-from megaslide.streaming.calls import BlockCall, CallReader, InputGradients
+from megaslide.streaming.calls import BlockCall, CallReader
+from megaslide.streaming.chunks import Part
 from megaslide.streaming.gradients import GradientBuffers
 from megaslide.streaming.layout import Unit
+from megaslide.streaming.ownership import counts_of_unshared, overwritable
+from megaslide.streaming.results import InputGradients, Outputs
 from megaslide.streaming.slots import SlotCache
 from megaslide.streaming.transfer import Transfer
 
@@ -38,14 +42,18 @@ class Executor:
         activations: Activations,
         micro_batch_size: int | None,
         shared_inputs: Sequence[str] = (),
+        frames_per_chunk: int | None = None,
     ) -> None:
         self._transfer, self._units, self._slots = transfer, units, slots
         self.explained = transfer.memory.explained
         self._gradients, self._activations = gradients, activations
         self._random = RandomState(transfer.device)
+        self.unshared = counts_of_unshared(transfer.device) if frames_per_chunk else None
         device_type = transfer.device.type
         blocks = {unit: units[unit].module for unit in range(1, len(units))}
-        self._reader = CallReader(blocks, micro_batch_size, shared_inputs, device_type)
+        self._reader = CallReader(
+            blocks, micro_batch_size, shared_inputs, device_type, frames_per_chunk
+        )
         self._buffers = {unit: BlockBuffers(block) for unit, block in blocks.items()}
         self.order = list(blocks)
         """Units in the order of the last forward pass; definition order before the first."""
@@ -103,25 +111,24 @@ class Executor:
         self, call: BlockCall, original: Callable[..., Any], inputs: Sequence[Tensor], *,
         training: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """The block's output tensors, computed without grad, micro-batch by micro-batch."""
+        """The block's output tensors, computed without grad, part by part."""
         after, name = self.order[call.index + 1 :], self._units[call.unit].layout.name
         upcoming = after + (self.order[::-1] if training else self.order)
-        pieces: list[list[Tensor]] = []
-        passed: list[bool] = []
+        results = Outputs(call, name)
         with (
             self._weights(call.unit, upcoming) as weights,
             self._transfer.computing(f"forward {name}"),
             torch.no_grad(),
         ):
-            for piece in call.pieces():
+            for part in call.parts():
                 if training:
                     call.rng.append(self._random.capture())
-                arguments = [t.detach() for t in call.cut(inputs, piece)]
+                arguments = [t.detach() for t in call.cut(inputs, part)]
                 with self._buffers[call.unit].observed(call if training else None):
-                    outputs = self._run(call, original, weights, arguments)
-                passed = [_is_passed(o, arguments, call.split) for o in outputs]
-                pieces.append(outputs)
-            return call.join(pieces, passed, name)
+                    outputs = self._run(call, original, weights, arguments, part)
+                results.add(part, outputs, arguments)
+                del outputs  # of a chunk: copied, and not to be there beside the next one's
+            return results.joined()
 
     def run_backward(
         self,
@@ -130,27 +137,46 @@ class Executor:
         inputs: Sequence[Tensor],
         out_grads: Sequence[Tensor | None],
         needed: Sequence[bool],
+        spare: Sequence[Tensor] = (),
     ) -> list[Tensor | None]:
-        """Gradients of `inputs`; those of the block's parameters go to its gradient buffer."""
+        """Gradients of `inputs`; those of the block's parameters go to its gradient buffer.
+
+        `spare` are those of `out_grads` that may be overwritten: with chunks, the input's gradient
+        takes the output's place.
+        """
         upcoming = self.order[: call.index][::-1]
-        input_grads = InputGradients(call, inputs, needed)
-        computing, name = self._transfer.computing, self._units[call.unit].layout.name
+        input_grads = InputGradients(call, inputs, needed, spare)
         with (
             self._weights(call.unit, upcoming) as weights,
             self._gradients.collecting(call.unit, weights),
             self._random.kept(),
         ):
-            for number, piece in enumerate(call.pieces()):
-                with computing(f"recompute {name}"):
-                    self._random.restore(call.rng[number])
-                    arguments = input_grads.leaves(piece)
-                    with torch.enable_grad(), self._buffers[call.unit].rewound(call, number):
-                        outputs = self._run(call, original, weights, arguments)
-                with computing(f"backward {name}"):
-                    grads = call.output_grads(out_grads, number, piece)
-                    _backward(outputs, grads, [*arguments, *weights])
-                    input_grads.collect(piece, arguments)
+            for number, part in enumerate(call.parts()):
+                self._differentiate(call, original, weights, input_grads, out_grads, number, part)
         return input_grads.result
+
+    def _differentiate(
+        self,
+        call: BlockCall,
+        original: Callable[..., Any],
+        weights: Sequence[Tensor],
+        input_grads: InputGradients,
+        out_grads: Sequence[Tensor | None],
+        number: int,
+        part: Part,
+    ) -> None:
+        """Recompute part `number` with grad, then backward; nothing of it is left after."""
+        name = self._units[call.unit].layout.name
+        with self._transfer.computing(f"recompute {name}"):
+            self._random.restore(call.rng[number])
+            arguments = input_grads.leaves(part)
+            with torch.enable_grad(), self._buffers[call.unit].rewound(call, number):
+                outputs = self._run(call, original, weights, arguments, part)
+        with self._transfer.computing(f"backward {name}"):
+            grads = call.output_grads(out_grads, number, part)
+            _backward(outputs, grads, [*arguments, *weights])
+            del outputs, grads
+            input_grads.collect(part, arguments)
 
     def saved_inputs(self, call: BlockCall, ctx: Any) -> Sequence[Tensor]:
         """The call's inputs, back on the device; those that backward needs next are on their way"""
@@ -164,8 +190,9 @@ class Executor:
         original: Callable[..., Any],
         weights: Sequence[Tensor],
         inputs: Sequence[Tensor],
+        part: Part,
     ) -> list[Tensor]:
-        args, kwargs = call.arguments(inputs[: call.num_tensors])
+        args, kwargs = call.arguments(inputs[: call.num_tensors], part)
         enabled, dtype = call.autocast
         with (
             _placed(self._units[call.unit], weights, inputs[call.num_tensors :]),
@@ -234,9 +261,13 @@ class _StreamedBlock(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *out_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[4:]
+        unseen = overwritable(out_grads, ctx.executor.unshared)
+        spare = [g for g, alone in zip(out_grads, unseen, strict=True) if g is not None and alone]
         with ctx.executor.explained():
             inputs = ctx.executor.saved_inputs(ctx.call, ctx)
-            grads = ctx.executor.run_backward(ctx.call, ctx.original, inputs, out_grads, needed)
+            grads = ctx.executor.run_backward(
+                ctx.call, ctx.original, inputs, out_grads, needed, spare
+            )
         return None, None, None, None, *grads
 
 
@@ -311,12 +342,6 @@ def _placed(unit: Unit, weights: Sequence[Tensor], external: Sequence[Tensor]) -
     finally:
         for (use, _), parameter in zip(places, before, strict=True):
             use.owner._parameters[use.key] = parameter
-
-
-def _is_passed(output: Tensor, inputs: Sequence[Tensor], split: Sequence[bool]) -> bool:
-    """Whether the block handed a shared input (or a view of one) on as its output."""
-    bases = [id(t) for t, cut in zip(inputs, split, strict=True) if not cut]
-    return id(output) in bases or id(output._base) in bases
 
 
 def _backward(

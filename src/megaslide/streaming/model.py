@@ -16,6 +16,7 @@ from torch import nn
 from megaslide.streaming import checkpoint
 from megaslide.streaming.accelerator import open_transfer
 from megaslide.streaming.activations import Activations
+from megaslide.streaming.chunks import require_cuttable
 from megaslide.streaming.executor import Executor
 from megaslide.streaming.filling import fill_store
 from megaslide.streaming.gradients import GradientBuffers
@@ -56,7 +57,8 @@ def stream(model: nn.Module, **options: Any) -> "StreamedModel":
 
     Raises:
         ValueError: no blocks found, an unknown name, or an option out of range.
-        InputError: the device budget is too small for one block, or RAM or disk for the state.
+        InputError: the device budget is too small for one block, or RAM or disk for the state; or
+            blocks cannot be computed in the chunks of `frames_per_chunk`.
         RuntimeError: torch finds no such device.
     """
     chosen = StreamOptions(**options)
@@ -67,6 +69,8 @@ def build(model: nn.Module, chosen: StreamOptions, transfer: Transfer) -> "Strea
     """`stream` on a given device."""
     resident, streamed = plan_units(model, find_blocks(model, chosen.blocks), chosen.dtype)
     units = [resident, *streamed]
+    if chosen.frames_per_chunk is not None:
+        require_cuttable({unit.layout.name: unit.module for unit in streamed})
     if chosen.device_budget is not None:
         require_budget([u.layout for u in units], chosen.slots, chosen.device_budget)
     store = Store([u.layout for u in units], chosen.store, transfer.lanes)
@@ -107,7 +111,7 @@ class StreamedModel:
         activations = Activations(transfer, options.activations, folder)
         self._executor = Executor(
             transfer, units, self._slots, self._gradients, activations,
-            options.micro_batch_size, options.shared_inputs,
+            options.micro_batch_size, options.shared_inputs, options.frames_per_chunk,
         )  # fmt: skip
         self._place_resident()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from megaslide.errors import InputError
 from megaslide.ops.adamw import AdamWSettings
 from megaslide.streaming.filling import Initialiser
 from megaslide.streaming.records import StateFormat
@@ -34,6 +35,10 @@ class StreamOptions:
     """Exact global-norm clipping, as clip_grad_norm_; None turns it off."""
     micro_batch_size: int | None = None
     """Samples per pass through a block; None takes the whole batch."""
+    frames_per_chunk: int | None = None
+    """Frames of tokens that a block computes at once, for blocks that offer it (`chunks`), such as
+    a VideoDiT's with local attention; None takes all. Less memory, and results but for rounding
+    the same; frames near a border between chunks are computed twice."""
     shared_inputs: Sequence[str] = ()
     """Arguments of the blocks' forward that never have a batch dimension, by name. Needed only
     where the first dimension of a table can have the size of the batch by chance."""
@@ -74,6 +79,10 @@ class StreamOptions:
     def __post_init__(self) -> None:
         if self.micro_batch_size is not None and self.micro_batch_size < 1:
             raise ValueError(f"micro_batch_size={self.micro_batch_size} is below 1")
+        if self.frames_per_chunk is not None and self.frames_per_chunk < 1:
+            raise InputError(
+                f"frames_per_chunk={self.frames_per_chunk} is below 1", "give 1 or more, or None"
+            )
         if self.slots < 2:
             raise ValueError(
                 f"slots={self.slots}; two are needed, one to compute on and one to fill"
@@ -86,6 +95,8 @@ class StreamOptions:
         if self.micro_batch_size != 1:
             now = "the whole batch" if self.micro_batch_size is None else self.micro_batch_size
             ways.append(f"a smaller micro_batch_size (now {now})")
+        if self.frames_per_chunk is not None and self.frames_per_chunk > 1:
+            ways.append(f"a smaller frames_per_chunk (now {self.frames_per_chunk})")
         if self.activations == "device":
             ways.append("activations='host' (now on the device)")
         if self.slots > 2:

@@ -278,6 +278,7 @@ class Trainer:
             weight_decay=optim.adam_weight_decay,
             max_grad_norm=optim.max_grad_norm,
             micro_batch_size=config.offload.micro_batch_size or config.train.train_batch_size,
+            frames_per_chunk=config.offload.frames_per_chunk,
             dtype=self.network.stream_dtype(self.dtype),
             **self.planned.engine_options,
             disk_path=config.offload.disk_path or self.run / "state",
