@@ -3,13 +3,12 @@
 The store is the only owner of the model's state; the device holds copies that may be dropped at
 any time. Allocation happens once and is exactly what `planned_bytes` says: in RAM one arena per
 kind of state (so that page-locking is a handful of calls), on disk one file of records.
-
+An fp32 parameter is its own master and crosses the link as it is; a frozen one is its weight only.
 Bytes per trainable bf16 parameter, gradients not counted:
 
 - `master` 14: bf16 weight, fp32 master, two fp32 moments;
 - `split` 12: bf16 weight and a 16-bit residual, which restore the fp32 master exactly, moments;
 - `split8` 6: as split, with 8-bit moments that share one fp32 scale per `BLOCK8` elements.
-An fp32 parameter is its own master and crosses the link as it is; a frozen one is its weight only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -351,12 +350,11 @@ class Store:
             self._disk.close()
 
     def _open_disk(self, lanes: Lanes) -> DiskRecords:
-        folder, rate = self.settings.disk_path, self.settings.disk_gb_s
+        folder = self.settings.disk_path
         assert folder is not None
-        file = RecordFile(folder, self.plan.disk_bytes, gb_per_s=rate)
-        return DiskRecords(
-            file, self._records, frozenset(self.plan.kinds) - self.plan.in_ram, lanes
-        )
+        file = RecordFile(folder, self.plan.disk_bytes, gb_per_s=self.settings.disk_gb_s)
+        kinds = frozenset(self.plan.kinds) - self.plan.in_ram
+        return DiskRecords(file, self._records, kinds, lanes)
 
     def _ram_piece(self, unit: int, piece: Piece) -> Memory:
         memory: Memory = {}
