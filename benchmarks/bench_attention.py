@@ -37,7 +37,6 @@ from typing import Any
 
 import psutil
 import torch
-from attention_table import ratios, table
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -306,6 +305,8 @@ def measure_size(
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    from attention_table import ratios, table  # beside this script; others import its peers alone
+
     for kind, dtype in itertools.product(arguments.kinds, DTYPES.values()):
         check(kind, dtype)
     rows = []
@@ -326,6 +327,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "rows": rows,
         "ratios": ratios(rows),
+        "table": table(rows),
         "heads": HEADS,
         "head_dim": HEAD_DIM,
         "window": WINDOW,
@@ -351,9 +353,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     arguments = parser.parse_args()
     result = measure(arguments)
+    print(result.pop("table"))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-    print(table(result["rows"]))
     for name, (least, most) in result["ratios"].items():
         print(f"{name}: {least:.2f} to {most:.2f}")
 
