@@ -107,11 +107,11 @@ def accuracy() -> str:
         return ""
     found = json.loads(PLANS.read_text())
     text = (
-        f"Predicted beside measured on {found['machine']['cpu']} with emulated links, "
-        f"{len(found['rows'])} configurations: median error "
+        f"Predicted beside measured on {found['machine']['cpu']} with emulated links and "
+        f"disks, {len(found['rows'])} configurations: median error "
         f"{percent(found['step_error_median'])}, largest {percent(found['step_error_max'])}; "
         f"bytes exact in {'all' if found['peak_bytes_exact'] else 'not all'} "
-        "(`megaslide bench plan`). "
+        "(`megaslide bench plan`). What a real disk gives from second to second is less certain. "
     )
     if ratios := found.get("choice_over_best", {}).values():
         text += (
