@@ -336,13 +336,16 @@ inline int64_t stored_tap(int64_t i) {
 
 // Adds two pairs. The next one is written first: it is zeros where both go to one place.
 inline void add_pairs(float *to, float *next, const float *pairs) {
-  typedef Vec<2, double> Both;  // as bits, each 64 of which are moved at once
-  Both both;
-  __builtin_memcpy(&both[0], to, sizeof both[0]);
-  __builtin_memcpy(&both[1], next, sizeof both[1]);
-  both = reinterpret_cast<Both>(reinterpret_cast<Vec<4>>(both) + load<4>(pairs));
-  __builtin_memcpy(next, &both[1], sizeof both[1]);
-  __builtin_memcpy(to, &both[0], sizeof both[0]);
+  double first, last;  // as bits, which are moved 64 at once
+  __builtin_memcpy(&first, to, sizeof first);
+  __builtin_memcpy(&last, next, sizeof last);
+  typedef Vec<2, double> Both;
+  const Both sums = reinterpret_cast<Both>(reinterpret_cast<Vec<4>>(Both{first, last}) +
+                                           load<4>(pairs));
+  first = sums[0];
+  last = sums[1];
+  __builtin_memcpy(next, &last, sizeof last);
+  __builtin_memcpy(to, &first, sizeof first);
 }
 
 // list[] += value[j] times the trilinear weights of tap j: the adjoint of the above. Taps come in
