@@ -67,8 +67,8 @@ def offsets() -> str:
     return table(head, lines)
 
 
-def adaptation() -> str:
-    found = json.loads((RESULTS / "adaptation.json").read_text())
+def adaptation(name: str = "adaptation") -> str:
+    found = json.loads((RESULTS / f"{name}.json").read_text())
     steps = found["settings"]["steps"]
     lines = [
         [
@@ -96,6 +96,23 @@ def adaptation() -> str:
     return f"{note}\n\n{table(head, lines)}"
 
 
+def adaptation_real() -> str:
+    """The same on real clips, and of which scenes they are, by use."""
+    cut = json.loads((RESULTS / "adaptation_real.json").read_text())["clips"]
+    lines = [
+        [
+            part["scene"],
+            part["file"],
+            f"{part['frames'][0]} to {part['frames'][1] - 1}",
+            "held out" if part["held_out"] else "trained on",
+            str(part["clips"]),
+        ]
+        for part in sorted(cut["parts"], key=lambda p: (p["file"], p["frames"]))
+    ]
+    head = ["scene", "file", "frames", "", "clips of all seeds"]
+    return f"{adaptation('adaptation_real')}\n\n{table(head, lines)}"
+
+
 def current() -> list[Result]:
     """Results of the study as its settings, worlds and arms are today."""
     every = read_results((RESULTS / "quality").glob("*.json"))
@@ -116,6 +133,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "longer": longer,
     "offsets": offsets,
     "adaptation": adaptation,
+    "adaptation_real": adaptation_real,
 }
 
 

@@ -309,6 +309,10 @@ def test_json_has_no_value_that_is_not_json(clips: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ([], "no PATH and no --checkpoint"),
+        (["--checkpoint", "empty", "--prompts", "other.json"], "--prompts other.json without PATH"),
+        (["--checkpoint", "empty", "--reference", "wrong"], "--reference wrong without PATH"),
+        (["--checkpoint", "nothing"], "no such folder"),
         (["nothing"], "nothing does not exist"),
         (["empty"], "no videos in this folder"),
         (["clips", "--prompts", "nothing.json"], "nothing.json is not a file"),

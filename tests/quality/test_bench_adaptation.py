@@ -52,6 +52,23 @@ def test_every_arm_starts_from_the_pretrained_weights(tmp_path: Path) -> None:
     ]
 
 
+def test_real_clips_go_the_same_way_and_are_told(tmp_path: Path) -> None:
+    sizes = ["--clips", "8", "--held-out", "4", "--pretraining-steps", "2", "--steps", "1"]
+    found = {}
+    for data in ("digits", "real"):
+        file = tmp_path / f"{data}.json"
+        bench_adaptation.main([*sizes, "--seeds", "1", "--data", data, "--json", str(file)])
+        found[data] = json.loads(file.read_text())
+    assert set(found["real"]) == {*found["digits"], "clips"}
+    losses = [found[data]["rows"][0]["pretrained_loss"] for data in found]
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+    parts = found["real"]["clips"]["parts"]
+    assert found["real"]["clips"]["size"] == [17, 64, 64]
+    for held_out, count in ((False, 8), (True, 4)):
+        assert sum(part["clips"] for part in parts if part["held_out"] == held_out) == count
+    assert all(Path(part["file"]).name == part["file"] for part in parts)
+
+
 @pytest.mark.parametrize(
     ("gaps", "told"),
     [([0.1], "no conclusion"), ([0.1, -0.1], "disagree"), ([-0.1, -0.2], "below dense in all 2")],

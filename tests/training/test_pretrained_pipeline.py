@@ -192,7 +192,7 @@ def test_prepare_train_and_sample_as_the_stock_pipeline(
     size = (7 if name == "mochi" else 9, 32, 64)
     assert list(report.buckets) == ["x".join(map(str, size))]
     result = train(config)
-    assert np.isfinite(result.values["train/loss"])
+    assert result.step == config.train.max_train_steps
     paths = sample_run(result.checkpoint, prompts=(PROMPT,), out=tmp_path / "samples")
     assert [path.name for path in paths] == ["00_digit-3-moves-left.mp4"]
     expected = stock_sample(tmp_path, name, result.checkpoint, size)

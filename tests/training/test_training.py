@@ -293,6 +293,38 @@ def test_eval_gives_the_loss_that_training_logged(
     }
 
 
+def test_eval_of_a_checkpoint_needs_no_clips(whole: TrainResult, tmp_path: Path) -> None:
+    run = whole.checkpoint.parent
+    command = ["eval", "--checkpoint", str(run), "--json", str(tmp_path / "e.json")]
+    result = CliRunner().invoke(cli.app, [*command, "--html", str(tmp_path / "e.html")])
+    assert result.exit_code == 0, result.output
+    assert f"eval/loss: {eval_losses(run)[-1]:.4f}" in result.stdout
+    assert "missing" not in result.stdout
+    assert "flickering" not in result.stdout
+    found = json.loads((tmp_path / "e.json").read_text())
+    assert found["checkpoint"]["eval/loss"]["value"] == pytest.approx(eval_losses(run)[-1])
+    assert found["clips"] == []
+    assert found["summary"] == {}
+    page = (tmp_path / "e.html").read_text()
+    assert f"{eval_losses(run)[-1]:.4f}" in page
+    assert "<h2>Means" not in page
+    assert "<h2>Clips" not in page
+
+
+def test_eval_without_clips_and_without_loss_is_refused(
+    cache: Path, whole: TrainResult, tmp_path: Path
+) -> None:
+    moved = tmp_path / "checkpoint-20"
+    shutil.copytree(whole.checkpoint, moved)
+    save_config(
+        configure(tmp_path, cache, data__cache_dir=tmp_path / "gone"), moved / "config.yaml"
+    )
+    result = CliRunner().invoke(cli.app, ["eval", "--checkpoint", str(moved)])
+    assert result.exit_code == 2, result.output
+    assert "its loss is not measured" in result.stderr
+    assert "fix:" in result.stderr
+
+
 def test_eval_says_why_a_checkpoint_has_no_loss(
     cache: Path, whole: TrainResult, tmp_path: Path
 ) -> None:

@@ -10,7 +10,10 @@ from megaslide.cli.refusals import writes_to
 
 
 def evaluate(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Clips or folders.")],
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="PATH", help="Clips or folders; not needed with --checkpoint."),
+    ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="JSON, JSONL or CSV. Default: what lies beside the clips.")
     ] = None,
@@ -23,9 +26,10 @@ def evaluate(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures.")] = None,
     html_path: Annotated[Path | None, typer.Option("--html", help="Write a page.")] = None,
 ) -> None:
-    """Measure clips: consistency, motion, sharpness.
+    """Measure clips, or the loss of a checkpoint.
 
-    Every figure comes with its definition; what cannot be measured says why.
+    Of clips: consistency, motion, sharpness. Every figure comes with its definition; what cannot
+    be measured says why.
     """
     with status("loading the measures"):
         from megaslide.evaluation.page import write_html
@@ -34,7 +38,7 @@ def evaluate(
         from megaslide.evaluation.tables import render
     with Meter("eval") as meter:
         found = run_evaluation(
-            paths, prompts=prompts, reference=reference, checkpoint=checkpoint, progress=meter
+            paths or [], prompts=prompts, reference=reference, checkpoint=checkpoint, progress=meter
         )
     console().print(render(found))
     for path, write in ((json_path, write_json), (html_path, write_html)):

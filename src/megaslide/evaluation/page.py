@@ -38,10 +38,10 @@ def write_html(
     body = "".join(
         [
             f"<p class='lead'>{escape(_lead(evaluation))}</p>",
-            f"<h2>Means</h2><p class='note'>{_MEANS_NOTE}</p>{_means(evaluation)}",
+            _means(evaluation),
             _checkpoint(evaluation),
             _absent(evaluation),
-            f"<h2>Clips</h2>{_clip_table(evaluation)}",
+            _clip_table(evaluation),
             _list("Flags", FLAGS.items()),
             _list("Skipped", evaluation.skipped.items()),
             _list("Notes", [("", note) for note in evaluation.notes]),
@@ -53,6 +53,8 @@ def write_html(
 
 def _lead(evaluation: Evaluation) -> str:
     clips = evaluation.clips
+    if not clips:
+        return "The loss of a checkpoint on the clips that were held out; no clip was measured."
     flagged = sum(bool(clip.flags) for clip in clips)
     measured = sum(isinstance(mean.all_clips, float) for mean in evaluation.summary.values())
     return (
@@ -62,10 +64,13 @@ def _lead(evaluation: Evaluation) -> str:
 
 
 def _means(evaluation: Evaluation) -> str:
+    if not evaluation.clips:
+        return ""
     head = "<tr><th>figure</th><th>mean</th><th>clips</th><th>with flagged clips</th></tr>"
     clips, found = len(evaluation.clips), evaluation.summary.items()
     lines = (_mean(n, m, clips) for n, m in found if isinstance(m.all_clips, float))
-    return f"<table class='figures'>{head}{''.join(lines)}</table>"
+    table = f"<table class='figures'>{head}{''.join(lines)}</table>"
+    return f"<h2>Means</h2><p class='note'>{_MEANS_NOTE}</p>{table}"
 
 
 def _mean(name: str, mean: Mean, clips: int) -> str:
@@ -108,7 +113,9 @@ def _figure(name: str, figure: Figure) -> str:
 
 
 def _clip_table(evaluation: Evaluation) -> str:
-    """Every clip with the figures that at least one of them has."""
+    """Every clip with the figures that at least one of them has; nothing without clips."""
+    if not evaluation.clips:
+        return ""
     names = [
         name
         for name in DEFINITIONS
@@ -116,9 +123,8 @@ def _clip_table(evaluation: Evaluation) -> str:
     ]
     head = "".join(f"<th>{escape(name.replace('.', ' ').replace('_', ' '))}</th>" for name in names)
     lines = "".join(_clip(clip, names) for clip in evaluation.clips)
-    return (
-        f"<div class='wide'><table><tr><th>clip</th><th>flags</th>{head}</tr>{lines}</table></div>"
-    )
+    table = f"<table><tr><th>clip</th><th>flags</th>{head}</tr>{lines}</table>"
+    return f"<h2>Clips</h2><div class='wide'>{table}</div>"
 
 
 def _clip(clip: ClipResult, names: list[str]) -> str:

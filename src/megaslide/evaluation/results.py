@@ -58,7 +58,9 @@ class Evaluation:
     """What `megaslide eval` found."""
 
     clips: list[ClipResult]
+    """None where only a checkpoint is measured."""
     summary: dict[str, Mean]
+    """Of every figure of `DEFINITIONS`; empty without clips."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Path to reason, of files that are no clips to measure."""
     notes: list[str] = field(default_factory=list)

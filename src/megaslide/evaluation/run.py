@@ -1,6 +1,6 @@
 """`megaslide eval`: from paths to an `Evaluation`.
 
-A clip that cannot be read is named and skipped; an evaluation without any clip is an error.
+A clip that cannot be read is named and skipped; an evaluation that measures nothing is an error.
 """
 
 from collections import Counter
@@ -37,10 +37,10 @@ def evaluate(
     environment: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Measure the clips at `paths`.
+    """Measure the clips at `paths`, and a checkpoint where one is given.
 
     Args:
-        paths: video files and folders of them.
+        paths: video files and folders of them; none are needed with a checkpoint.
         prompts: file with the prompts; by default what lies beside each clip.
         reference: folder with a clip of the same name for each, and their `trajectories.jsonl`.
         checkpoint: a run's folder or a checkpoint in it, whose loss is measured too.
@@ -51,6 +51,8 @@ def evaluate(
     Raises:
         InputError: nothing to measure, or a file or folder that is not what it should be.
     """
+    if not paths:
+        return _of_checkpoint_alone(checkpoint, prompts=prompts, reference=reference)
     of_checkpoint = checkpoint_figures(checkpoint)
     found = find_clips(paths)
     by_prompt = find_prompts(found, prompts)
@@ -68,6 +70,23 @@ def evaluate(
         clips=clips, summary=_summary(clips, official), skipped=skipped, notes=notes,
         checkpoint=of_checkpoint,
     )  # fmt: skip
+
+
+def _of_checkpoint_alone(checkpoint: Path | None, **of_clips: Path | None) -> Evaluation:
+    """The evaluation without clips; `of_clips` are options that make no sense without."""
+    if checkpoint is None:
+        raise InputError("no PATH and no --checkpoint", "give clips, their folder, or a run")
+    for name, value in of_clips.items():
+        if value is not None:
+            raise InputError(f"--{name} {value} without PATH", "give the clips that it is for")
+    figures = checkpoint_figures(checkpoint)
+    for figure in figures.values():
+        if isinstance(figure, Missing):
+            raise InputError(
+                f"--checkpoint {checkpoint}: its loss is {figure}",
+                "prepare the data it was trained on, or give clips to measure",
+            )
+    return Evaluation(clips=[], summary={}, checkpoint=figures)
 
 
 def aggregates(figures: Mapping[str, Figure]) -> dict[str, Figure]:

@@ -27,12 +27,15 @@ def render(evaluation: Evaluation) -> RenderableType:
     """Everything to print, in the order in which it should be read."""
     measured = {n: m for n, m in evaluation.summary.items() if isinstance(m.all_clips, float)}
     model = {n: f for n, f in evaluation.checkpoint.items() if isinstance(f, float)}
-    parts: list[RenderableType] = [summary_table(measured, len(evaluation.clips)), Text()]
+    parts: list[RenderableType] = []
+    if evaluation.clips:
+        parts += [summary_table(measured, len(evaluation.clips)), Text()]
     parts += [_definition(name) for name in measured]
     parts += _section("checkpoint", [Text(f"{n}: {shown(n, f)}") for n, f in model.items()])
     parts += [_definition(name) for name in model]
     parts += _section("missing", _absent(evaluation))
-    parts += [Text(), clip_table(evaluation.clips[:SHOWN_CLIPS])]
+    if evaluation.clips:
+        parts += [Text(), clip_table(evaluation.clips[:SHOWN_CLIPS])]
     if len(evaluation.clips) > SHOWN_CLIPS:
         parts.append(Text(f"and {len(evaluation.clips) - SHOWN_CLIPS} more clips; see --json"))
     seen = {flag for clip in evaluation.clips for flag in clip.flags}

@@ -37,8 +37,6 @@ class TrainResult:
     step: int
     checkpoint: Path
     interrupted: bool
-    values: Mapping[str, float]
-    """What the log reports of the last step."""
     validation: ValidationLoss | None
     """The last evaluation, if there are held-out clips."""
     parameters: int
@@ -94,7 +92,6 @@ def run_loop(
 ) -> TrainResult:
     """Step until the configured end or `stopped`; the last state is always saved."""
     config, checkpoint, result = trainer.config, None, None
-    values: dict[str, float] = {}
     seconds, first = [0.0], trainer.step
     if first == 0 and (result := trainer.validate()) is not None:
         log.log(0, {"eval/loss": result.loss})
@@ -119,7 +116,6 @@ def run_loop(
         step=trainer.step,
         checkpoint=checkpoint or trainer.save(),
         interrupted=trainer.step < trainer.max_steps,
-        values=values,
         validation=result,
         parameters=trainer.model.num_parameters,
         state_bytes=trainer.model.state_bytes,
