@@ -1,9 +1,9 @@
-"""Fills the tables of docs/evidence.md from the results of the study and of the benchmark.
+"""Fills the tables of pages that show results: of the study, and of benchmarks.
 
     python -m docs.generate_evidence
 
 The prose is written by hand; what stands between `<!-- NAME -->` and `<!-- end -->` is not. A test
-holds the page to the results.
+holds the pages to the results.
 """
 
 import json
@@ -16,20 +16,56 @@ from benchmarks.quality.study import Settings, is_current, read_results
 from benchmarks.quality.tables import Result, rows_of, select, strongest_block
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "evidence.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def page() -> str:
-    """The page with its tables as the results have them."""
-    text = PAGE.read_text()
-    for name, make in BLOCKS.items():
+def pages() -> dict[Path, str]:
+    """Each page with its tables as the results have them."""
+    return {
+        ROOT / "docs" / name: filled(ROOT / "docs" / name, blocks)
+        for name, blocks in BLOCKS.items()
+    }
+
+
+def filled(page: Path, blocks: dict[str, Callable[[], str]]) -> str:
+    """The text of a page, what stands in its blocks made anew.
+
+    Raises:
+        ValueError: it does not have one block of each name.
+    """
+    text = page.read_text()
+    for name, make in blocks.items():
         start, end = f"<!-- {name} -->\n", "<!-- end -->"
         if text.count(start) != 1:
-            raise ValueError(f"{PAGE}: needs one block {start.strip()} ... {end}")
+            raise ValueError(f"{page}: needs one block {start.strip()} ... {end}")
         before, _, rest = text.partition(start)
         text = f"{before}{start}\n{make()}\n\n{end}{rest.partition(end)[2]}"
     return text
+
+
+def speed() -> str:
+    """3D-DSA on the CPU: times with all threads, and how many times the peers' that is."""
+    found = json.loads((RESULTS / "attention.json").read_text())
+    most = max(row["threads"] for row in found["rows"])
+    rows = [r for r in found["rows"] if r["threads"] == most and r["direction"] != "forward"]
+    lines = [
+        [f"{r['tokens']:,}", r["dtype"], r["kind"], f"{r['ours_ms']:.0f}",
+         *(times(r[peer], r["ours_ms"]) for peer in ("grid_sample_ms", "sdpa_ms")),
+         f"{r['extra_bytes'] / r['qkvo_bytes']:.2f}", f"{r['limit_fraction']:.2f}"]
+        for r in rows
+    ]  # fmt: skip
+    head = ["tokens", "dtype", "offsets", "ms", "x grid_sample", "x dense", "extra memory",
+            "of the limit"]  # fmt: skip
+    window, machine = "x".join(map(str, found["window"])), found["machine"]["cpu"]
+    note = (
+        f"{machine}, {most} threads, {found['heads']} heads of {found['head_dim']}, window "
+        f"{window}, forward and backward."
+    )
+    return f"{note}\n\n{table(head, lines)}"
+
+
+def times(peer: float | None, own: float) -> str:
+    return "-" if peer is None else f"{peer / own:.1f}"
 
 
 def study() -> str:
@@ -127,15 +163,19 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])
 
 
-BLOCKS: dict[str, Callable[[], str]] = {
-    "study": study,
-    "samples": samples,
-    "longer": longer,
-    "offsets": offsets,
-    "adaptation": adaptation,
-    "adaptation_real": adaptation_real,
+BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
+    "attention.md": {"speed": speed},
+    "evidence.md": {
+        "study": study,
+        "samples": samples,
+        "longer": longer,
+        "offsets": offsets,
+        "adaptation": adaptation,
+        "adaptation_real": adaptation_real,
+    },
 }
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for page, text in pages().items():
+        page.write_text(text)
