@@ -7,13 +7,15 @@ holds the pages to the results.
 """
 
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quality.plan import MAIN
 from benchmarks.quality.report import losses_table, samples_table
 from benchmarks.quality.study import Settings, is_current, read_results
-from benchmarks.quality.tables import Result, rows_of, select, strongest_block
+from benchmarks.quality.tables import Result, rows_of, select, strongest_block, worlds_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -87,11 +89,22 @@ def longer() -> str:
     return table(["arm", "6 frames", "12 frames", "24 frames"], lines)
 
 
+def worlds() -> str:
+    """Mean losses of the arms in every world, and how many seeds they are of."""
+    lines = []
+    for world in worlds_of(current()):
+        for row in rows_of(current(), world):
+            sprite = statistics.fmean(row.sprite_losses)
+            cells = [f"{row.mean:.4f}", f"{sprite:.4f}", str(len(row.seeds))]
+            lines += [[world, row.arm, *cells]] if row.arm in MAIN else []
+    return table(["world", "arm", "loss", "sprite's cells", "seeds"], lines)
+
+
 def offsets() -> str:
     """Correlations of the block whose windows follow best, with the two controls."""
     lines = []
     for result in select(current(), world="base"):
-        if result["offsets"] is None:
+        if result["offsets"] is None or result["arm"] == "affine-held":
             continue
         index = strongest_block(result)
         for name in ("shear", "slide"):
@@ -168,6 +181,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "evidence.md": {
         "study": study,
         "samples": samples,
+        "worlds": worlds,
         "longer": longer,
         "offsets": offsets,
         "adaptation": adaptation,
