@@ -20,7 +20,7 @@
 namespace megaslide {
 namespace {
 
-constexpr int64_t kPartialFloats = int64_t{1} << 19;  // bound on the heads' own offset gradients
+constexpr int64_t kPartialFloats = int64_t{1} << 18;  // bound on the heads' own offset gradients
 
 // Kernels that take everything, and those that are asked first, or null.
 struct Kernels {
