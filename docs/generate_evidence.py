@@ -8,12 +8,12 @@ holds the pages to the results.
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.quality.plan import MAIN
-from benchmarks.quality.report import losses_table, samples_table
+from benchmarks.quality.report import losses_table, markdown, samples_table
 from benchmarks.quality.study import Settings, is_current, read_results
 from benchmarks.quality.tables import Result, rows_of, select, strongest_block, worlds_of
 
@@ -63,7 +63,7 @@ def speed() -> str:
         f"{machine}, {most} threads, {found['heads']} heads of {found['head_dim']}, window "
         f"{window}, forward and backward."
     )
-    return f"{note}\n\n{table(head, lines)}"
+    return f"{note}\n\n{markdown(head, lines)}"
 
 
 def times(peer: float | None, own: float) -> str:
@@ -86,7 +86,7 @@ def longer() -> str:
         own = sorted(select(current(), world="base", arm=row.arm), key=lambda r: r["seed"])
         cells = (four(r["elsewhere"][world] for r in own) for world in worlds)
         lines.append([row.arm, four(row.losses), *cells])
-    return table(["arm", "6 frames", "12 frames", "24 frames"], lines)
+    return markdown(["arm", "6 frames", "12 frames", "24 frames"], lines)
 
 
 def worlds() -> str:
@@ -97,7 +97,7 @@ def worlds() -> str:
             sprite = statistics.fmean(row.sprite_losses)
             cells = [f"{row.mean:.4f}", f"{sprite:.4f}", str(len(row.seeds))]
             lines += [[world, row.arm, *cells]] if row.arm in MAIN else []
-    return table(["world", "arm", "loss", "sprite's cells", "seeds"], lines)
+    return markdown(["world", "arm", "loss", "sprite's cells", "seeds"], lines)
 
 
 def offsets() -> str:
@@ -113,7 +113,7 @@ def offsets() -> str:
             shown = ("-" if value is None else f"{value:.2f}" for value in cells)
             lines.append([result["arm"], str(result["seed"]), str(index), name, *shown])
     head = ["arm", "seed", "block", "", "velocity", "of another clip", "at the background"]
-    return table(head, lines)
+    return markdown(head, lines)
 
 
 def adaptation(name: str = "adaptation") -> str:
@@ -142,7 +142,7 @@ def adaptation(name: str = "adaptation") -> str:
     before = four(loss for _, loss in pretrained)
     steps_before = found["settings"]["pretraining_steps"]
     note = f"Dense, pretrained for {steps_before} steps: {before} (one number per seed)."
-    return f"{note}\n\n{table(head, lines)}"
+    return f"{note}\n\n{markdown(head, lines)}"
 
 
 def adaptation_real() -> str:
@@ -159,7 +159,7 @@ def adaptation_real() -> str:
         for part in sorted(cut["parts"], key=lambda p: (p["file"], p["frames"]))
     ]
     head = ["scene", "file", "frames", "", "clips of all seeds"]
-    return f"{adaptation('adaptation_real')}\n\n{table(head, lines)}"
+    return f"{adaptation('adaptation_real')}\n\n{markdown(head, lines)}"
 
 
 def current() -> list[Result]:
@@ -170,10 +170,6 @@ def current() -> list[Result]:
 
 def four(values: Any) -> str:
     return " ".join(f"{value:.4f}" for value in values)
-
-
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])
 
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {

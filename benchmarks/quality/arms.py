@@ -33,7 +33,7 @@ REACH = (5, 9, 9)
 """What a 3x3x3 window can see when no tap moves by more than (1, 3, 3) voxels."""
 LONGER = {"fixed-longer": 1.75}
 """Arms that train for more steps than the others, by how many times as many: the control for time,
-which needs no more of it than the arms that are compared with it."""
+compared with arms that took no more of it."""
 
 
 def arms() -> dict[str, VideoDiTConfig]:

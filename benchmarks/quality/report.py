@@ -17,7 +17,6 @@ from benchmarks.quality.tables import (
     BASELINE,
     Result,
     Row,
-    Sampled,
     against,
     against_longer,
     base_steps,
@@ -104,16 +103,17 @@ def summary(results: Sequence[Result]) -> str:
 
 def losses_table(results: Sequence[Result], world: str) -> str:
     """Markdown: one line per arm, lowest mean loss first."""
-    return _markdown(HEAD, _lines(rows_of(results, world)))
+    return markdown(HEAD, _lines(rows_of(results, world)))
 
 
 def samples_table(results: Sequence[Result], world: str) -> str:
     """Markdown: what each arm drew, by seed, true clips first."""
-    return _markdown(SAMPLED, _sampled_lines(results, world))
+    return markdown(SAMPLED, _sampled_lines(results, world))
 
 
-def _markdown(head: list[str], lines: Sequence[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -146,14 +146,11 @@ def _lines(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _sampled_lines(results: Sequence[Result], world: str) -> list[list[str]]:
+    names = ("energy", "gathered", "identity", "path")
     return [
-        [row.arm, *(" ".join(f"{x:.2f}" for x in values) for values in _by_name(row))]
-        for row in sampled_of(results, world)
+        [arm, *(" ".join(f"{seed[name]:.2f}" for seed in seeds) for name in names)]
+        for arm, seeds in sampled_of(results, world)
     ]
-
-
-def _by_name(row: Sampled) -> tuple[list[float], ...]:
-    return row.energy, row.gathered, row.identity, row.path
 
 
 def _numbers(values: Sequence[float]) -> str:

@@ -1,7 +1,7 @@
 """What a trained model draws from noise, held against what is known of every clip of its world.
 
 A clip of a world with one sprite on an empty background has a law: the same texture in every frame,
-on a path of constant velocity that is reflected at the walls. Three numbers say how much of it a
+on a path of constant velocity that is reflected at the walls. Four numbers say how much of it a
 sample keeps, each beside that of true clips, which is the best that can be had:
 
 - *energy*: mean square of the latents over that of true clips; 1 is right, 0 an empty clip.

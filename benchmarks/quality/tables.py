@@ -102,19 +102,8 @@ def against_longer(row: Row, longer: Row | None) -> str:
     return against(row, longer)
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """What all seeds of one arm drew in one world: means over clips, by seed."""
-
-    arm: str
-    energy: list[float]
-    gathered: list[float]
-    identity: list[float]
-    path: list[float]
-
-
-def sampled_of(results: Sequence[Result], world: str) -> list[Sampled]:
-    """One row per arm, and `true`, what the same numbers are for true clips; [] without samples."""
+def sampled_of(results: Sequence[Result], world: str) -> list[tuple[str, list[dict[str, float]]]]:
+    """What each arm drew, by seed, and first `true`, the same of true clips; [] without samples."""
     own = [r for r in select(results, world=world) if r["sampled"] is not None]
     if not own:
         return []
@@ -122,8 +111,7 @@ def sampled_of(results: Sequence[Result], world: str) -> list[Sampled]:
     for arm in arms():
         of_arm = sorted(select(own, arm=arm), key=lambda r: r["seed"])
         rows += [(arm, [r["sampled"]["samples"] for r in of_arm])] if of_arm else []
-    names = ("energy", "gathered", "identity", "path")
-    return [Sampled(arm, *([s[name] for s in seeds] for name in names)) for arm, seeds in rows]
+    return rows
 
 
 def strongest_block(result: Result) -> int:
