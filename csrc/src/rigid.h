@@ -4,8 +4,9 @@
 //
 // Taps stand where the lower corners of their cells do, in the grid of voxels without its last
 // plane: neighbours along an axis are the same distance apart everywhere, and each axis is one loop
-// over whole vectors. Places in the last row and column of an axis that mixes hold no tap: whatever
-// a sum leaves there is dropped, and their weight is 0.
+// over whole vectors. Places in the last row and column of an axis that mixes hold no tap: what a
+// sum leaves there is dropped, and their weight is 0. The neighbour of a list's last voxel is
+// whatever memory holds behind it, perhaps NaN, which no weight of 0 makes harmless: it is not used.
 #pragma once
 
 #include <cstdint>
@@ -53,8 +54,7 @@ inline Floats first_lanes(int64_t count, Floats x) {
   return lane < Indices{} + static_cast<int32_t>(count < kLanes ? count : kLanes) ? x : Floats{};
 }
 
-inline void zero_behind(const Plan &plan, float *grid) {
-  const int64_t cells = grid_cells(plan);
+inline void zero_behind(const Plan &plan, int64_t cells, float *grid) {
   for (int64_t i = 0; i < padded(plan.grid[2]) + kPad; ++i) grid[cells + i] = 0.0f;
 }
 
@@ -74,7 +74,7 @@ inline void interpolate_grid(const Plan &plan, const Taps &taps, const float *li
       }
     }
   }
-  zero_behind(plan, grid.along_w);
+  zero_behind(plan, grid_cells(plan) - (mixes(plan, 2) ? 1 : 0), grid.along_w);
   const int64_t width = plan.grid[2], plane = plan.grid[1] * width;
   for (int64_t i = 0; i < grid_cells(plan); i += kLanes) {
     const float *from = grid.along_w + i;
@@ -82,7 +82,7 @@ inline void interpolate_grid(const Plan &plan, const Taps &taps, const float *li
     store<kLanes>(grid.along_hw + i,
                   mixes(plan, 1) ? mix(low, load<kLanes>(from + width), part_h) : low);
   }
-  zero_behind(plan, grid.along_hw);
+  zero_behind(plan, grid_cells(plan), grid.along_hw);
   for (int64_t i = 0; i < plan.places; i += kLanes) {
     const float *from = grid.along_hw + i;
     const Floats low = load<kLanes>(from);
@@ -158,7 +158,7 @@ inline void spread_grid(const Plan &plan, const Taps &taps, const float *value, 
         store<kLanes>(list + row + c, first_lanes(left, x));
         if (grid == nullptr || !mixes(plan, 2)) continue;
         const Floats slope = load<kLanes>(from + row + c + 1) - load<kLanes>(from + row + c);
-        pull->along[2] += first_lanes(left, own * slope);
+        pull->along[2] += first_lanes(left - 1, own * slope);
       }
     }
   }

@@ -6,14 +6,27 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <new>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "megaslide.h"
+
+// Scratch memory of the kernels as bad as an allocator may give it: NaN as a number, -1 as an
+// index. Replaces the program's own operators, and so those of the library.
+void *operator new(std::size_t size, std::align_val_t align) {
+  const auto unit = static_cast<std::size_t>(align);
+  const std::size_t whole = (size + unit) / unit * unit;
+  void *block = std::aligned_alloc(unit, whole);
+  if (block == nullptr) throw std::bad_alloc();
+  return std::memset(block, 0xff, whole);
+}
+void operator delete(void *block, std::align_val_t) noexcept { std::free(block); }
 
 namespace check {
 
