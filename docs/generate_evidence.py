@@ -15,7 +15,16 @@ from typing import Any
 from benchmarks.quality.plan import MAIN
 from benchmarks.quality.report import losses_table, markdown, samples_table
 from benchmarks.quality.study import Settings, is_current, read_results
-from benchmarks.quality.tables import Result, rows_of, select, strongest_block, worlds_of
+from benchmarks.quality.tables import (
+    Result,
+    Row,
+    against,
+    of_sprite,
+    rows_of,
+    select,
+    strongest_block,
+    worlds_of,
+)
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -74,6 +83,37 @@ def study() -> str:
     return losses_table(current(), "base")
 
 
+def larger() -> str:
+    return losses_table(current(), "base", large=True)
+
+
+PAIRS = (
+    *((f"{arm}+r", arm) for arm in ("fixed", "shift", "affine", "tap", "dense", "swin")),
+    *((f"{arm}-heads", arm) for arm in ("shift", "affine", "tap")),
+    *(("affine-355", than) for than in ("affine", "fixed-355")),
+    *(("fixed-reach", than) for than in ("fixed-355", "affine")),
+    *(("fixed-355", than) for than in ("shift", "affine", "tap")),
+)
+
+
+def pairs() -> str:
+    """Arms that differ in one thing, in the base world."""
+    known = {row.arm: row for row in rows_of(current(), "base")}
+    lines = [
+        [arm, than, four(known[arm].losses), four(known[than].losses),
+         against(known[arm], known[than]), cpu_ratio(known[arm], known[than])]
+        for arm, than in PAIRS
+        if arm in known and than in known
+    ]  # fmt: skip
+    head = ["arm", "against", "loss by seed", "loss of the other", "verdict", "CPU time"]
+    return markdown(head, lines)
+
+
+def cpu_ratio(row: Row, other: Row) -> str:
+    """How many times the other's CPU time, means."""
+    return f"x {statistics.fmean(row.train_cpu_s) / statistics.fmean(other.train_cpu_s):.2f}"
+
+
 def samples() -> str:
     return samples_table(current(), "base")
 
@@ -82,7 +122,8 @@ def longer() -> str:
     """Losses of the base world's models on clips of other lengths, by seed."""
     worlds = ("long", "longer")
     lines = []
-    for row in rows_of(current(), "base"):
+    small, large = (rows_of(current(), "base", large=size) for size in (False, True))
+    for row in (*small, *large):
         own = sorted(select(current(), world="base", arm=row.arm), key=lambda r: r["seed"])
         cells = (four(r["elsewhere"][world] for r in own) for world in worlds)
         lines.append([row.arm, four(row.losses), *cells])
@@ -90,14 +131,15 @@ def longer() -> str:
 
 
 def worlds() -> str:
-    """Mean losses of the arms in every world, and how many seeds they are of."""
+    """Mean losses of the main arms in every world, verdicts on the cells of the sprite."""
     lines = []
     for world in worlds_of(current()):
-        for row in rows_of(current(), world):
-            sprite = statistics.fmean(row.sprite_losses)
-            cells = [f"{row.mean:.4f}", f"{sprite:.4f}", str(len(row.seeds))]
-            lines += [[world, row.arm, *cells]] if row.arm in MAIN else []
-    return markdown(["world", "arm", "loss", "sprite's cells", "seeds"], lines)
+        rows = {row.arm: of_sprite(row) for row in rows_of(current(), world) if row.arm in MAIN}
+        for row, whole in ((rows[r.arm], r) for r in rows_of(current(), world) if r.arm in rows):
+            verdicts = (against(row, rows.get(than)) for than in ("fixed", "fixed-355"))
+            lines.append([world, row.arm, f"{whole.mean:.4f}", f"{row.mean:.4f}", *verdicts])
+    head = ["world", "arm", "loss", "sprite's cells", "these, against fixed", "against fixed-355"]
+    return markdown(head, lines)
 
 
 def offsets() -> str:
@@ -176,6 +218,8 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "attention.md": {"speed": speed},
     "evidence.md": {
         "study": study,
+        "pairs": pairs,
+        "larger": larger,
         "samples": samples,
         "worlds": worlds,
         "longer": longer,

@@ -31,14 +31,18 @@ BASE: dict[str, Any] = {
 FIXED = {"attention_kind": "neighborhood"}
 REACH = (5, 9, 9)
 """What a 3x3x3 window can see when no tap moves by more than (1, 3, 3) voxels."""
-LONGER = {"fixed-longer": 1.75}
+LONGER = {"fixed-longer": 1.75, "fixed-longer-large": 1.35}
 """Arms that train for more steps than the others, by how many times as many: the control for time,
 compared with arms that took no more of it."""
+LARGE = "-large"
+"""Ends the name of an arm of a larger model."""
+LARGER: dict[str, Any] = {"hidden_size": 128, "num_layers": 6}
 
 
 def arms() -> dict[str, VideoDiTConfig]:
-    """Every arm by name; `+r` has registers, `-heads` a set of offsets per head."""
-    return dict(_with_and_without_registers(_plain_arms()))
+    """Every arm by name: `+r` has registers, `-heads` a set of offsets per head, `-large` is of a
+    larger model."""
+    return dict(_with_and_without_registers(_plain_arms())) | _large_arms()
 
 
 def arm(name: str) -> VideoDiTConfig:
@@ -70,6 +74,14 @@ def _plain_arms() -> dict[str, dict[str, Any]]:
         "affine-held": {"offset_kind": "affine", "offset_range": (0.0, 0.0, 0.0)},
         "fixed-as-affine": {**FIXED, "mlp_ratio": matched_mlp_ratio(deforming["affine"])},
         "fixed-as-tap": {**FIXED, "mlp_ratio": matched_mlp_ratio(deforming["tap"])},
+    }
+
+
+def _large_arms() -> dict[str, VideoDiTConfig]:
+    plain = _plain_arms()
+    return {
+        f"{name}{LARGE}": VideoDiTConfig(**BASE | plain[name] | LARGER)
+        for name in ("fixed", "fixed-longer", "affine")
     }
 
 

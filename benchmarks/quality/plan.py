@@ -7,7 +7,7 @@ from benchmarks.quality.study import Run, Settings
 from megaslide.errors import InputError
 
 FIRST_LOOK = ("fixed", "affine", "tap", "shift", "dense")
-MAIN = ("fixed", "affine", "dense")
+MAIN = ("fixed", "fixed-355", "affine", "dense")
 SMOKE_SETTINGS = Settings(
     steps=4, batch=2, curve_every=2, curve_clips=2, held_out=2, warmup=2, samples=2
 )
@@ -56,6 +56,11 @@ PARTS = (
     ),
     Part("window", "Is a larger window better, with and without offsets?", ("affine-355",)),
     Part("reach", "Is a fixed window as large as the offsets' reach as good?", ("fixed-reach",)),
+    Part(
+        "larger",
+        "Is it the same in a larger model?",
+        ("fixed-large", "affine-large", "fixed-longer-large"),
+    ),
 )
 SMOKE = (Part("first-look", "Does the study run?", ("fixed", "affine")),)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks.quality.arms import LONGER
+from benchmarks.quality.arms import LARGE, LONGER
 from benchmarks.quality.figures import FIGURES, STYLE
 from benchmarks.quality.study import Settings, is_current, read_results, write_atomically
 from benchmarks.quality.tables import (
@@ -48,11 +48,12 @@ _LEAD = (
 )
 _NOTE = (
     "Loss: flow matching, mean over five noise levels on held-out clips. Verdicts compare with "
-    f"`{BASELINE}` (neighbourhood attention, 3x3x3) seed by seed; where seeds disagree, nothing "
-    "is concluded. CPU seconds are those of training, one thread. Bytes are what autograd keeps "
-    "between forward and backward of one step, outside of parameters. Samples: energy over that of "
-    "true clips, the share of it in one sprite's square, the correlation of that square from frame "
-    "to frame, and how far squares are from a lawful path; true clips in the first line."
+    f"`{BASELINE}` (neighbourhood attention, 3x3x3) of the same size of model, seed by seed; where "
+    "seeds disagree, nothing is concluded. CPU seconds are those of training, one thread. Bytes "
+    "are what autograd keeps between forward and backward of one step, outside of parameters. "
+    "Samples: energy over that of true clips, the share of it in one sprite's square, the "
+    "correlation of that square from frame to frame, and how far squares are from a lawful path; "
+    "true clips in the first line."
 )
 _FOOTER = "Every number and figure on this page is computed from the JSONs of the runs."
 
@@ -73,7 +74,9 @@ def write_report(folder: Path, settings: Settings) -> Path:
     body = [f"<p class='lead'>{_LEAD}</p>", f"<p class='note'>{escape(_count(results, every))}</p>"]
     body.append(f"<p class='note'>{_NOTE}</p>")
     for world in worlds_of(results):
-        body.append(f"<h2>{escape(world)}</h2>{_table(HEAD, _lines(rows_of(results, world)))}")
+        body.append(f"<h2>{escape(world)}</h2>")
+        for large in (False, True):
+            body.append(_table(HEAD, _lines(rows_of(results, world, large=large))))
         body.append(_table(SAMPLED, _sampled_lines(results, world)))
     body += _figures(results, folder / "figures")
     body.append(_machines(results))
@@ -95,15 +98,18 @@ def summary(results: Sequence[Result]) -> str:
     """The tables as Markdown."""
     parts = [f"# {TITLE}\n", f"{_runs(results)}\n"]
     for world in worlds_of(results):
-        parts.append(f"## {world}\n\n{losses_table(results, world)}\n")
+        parts.append(f"## {world}\n")
+        for large in (False, True):
+            if rows_of(results, world, large=large):
+                parts.append(f"{losses_table(results, world, large=large)}\n")
         if sampled_of(results, world):
             parts.append(f"{samples_table(results, world)}\n")
     return "\n".join(parts)
 
 
-def losses_table(results: Sequence[Result], world: str) -> str:
-    """Markdown: one line per arm, lowest mean loss first."""
-    return markdown(HEAD, _lines(rows_of(results, world)))
+def losses_table(results: Sequence[Result], world: str, *, large: bool = False) -> str:
+    """Markdown: one line per arm of one size, lowest mean loss first."""
+    return markdown(HEAD, _lines(rows_of(results, world, large=large)))
 
 
 def samples_table(results: Sequence[Result], world: str) -> str:
@@ -126,7 +132,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def _lines(rows: Sequence[Row]) -> list[list[str]]:
     """Cells of the rows, lowest mean loss first."""
-    named = {row.arm: row for row in rows}
+    named = {row.arm.removesuffix(LARGE): row for row in rows}
     baseline, longer = named.get(BASELINE), named.get(f"{BASELINE}-longer")
     return [
         [

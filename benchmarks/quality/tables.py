@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.quality.arms import arms
+from benchmarks.quality.arms import LARGE, arms
 from benchmarks.quality.worlds import WORLDS
 
 Result = dict[str, Any]
@@ -32,10 +32,10 @@ class Row:
         return statistics.fmean(self.losses)
 
 
-def rows_of(results: Sequence[Result], world: str) -> list[Row]:
-    """One row per arm that was run in the world, in the order of `arms`."""
+def rows_of(results: Sequence[Result], world: str, *, large: bool = False) -> list[Row]:
+    """One row per arm of one size that was run in the world, in the order of `arms`."""
     rows = []
-    for arm in arms():
+    for arm in (name for name in arms() if name.endswith(LARGE) == large):
         own = sorted(select(results, arm=arm, world=world), key=lambda r: r["seed"])
         if own:
             rows.append(
