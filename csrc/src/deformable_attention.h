@@ -18,6 +18,7 @@ constexpr int64_t kPad = 16;
 constexpr int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 
 constexpr int64_t kTileQueries = 64;  // at most
+constexpr int64_t kBlockTiles[2] = {4, 2};  // of a block, along h and w
 
 // Everything that is the same for all queries.
 struct Plan {
@@ -75,9 +76,26 @@ struct Tile {
 
 namespace {  // one of its own in every build, see instruction_set.h
 
+// Splits `number`, which counts through an axis of `tiles` in blocks of `block`, the last perhaps
+// shorter, with `inner` numbers for each tile. Sets the block's first tile and its length; returns
+// the number within the block.
+inline int64_t enter_block(int64_t number, int64_t block, int64_t tiles, int64_t inner,
+                           int64_t *first, int64_t *length) {
+  *first = number / (block * inner) * block;
+  *length = tiles - *first < block ? tiles - *first : block;
+  return number - *first * inner;
+}
+
+// Tiles come in blocks along h and w, through all of t: in large frames, too, neighbours follow
+// each other while the rows that they share are still in the processor's second cache.
 inline Tile tile_at(const Plan &plan, int64_t number) {
-  const int64_t at[3] = {number / (plan.tiles[1] * plan.tiles[2]),
-                         number / plan.tiles[2] % plan.tiles[1], number % plan.tiles[2]};
+  const int64_t *tiles = plan.tiles;
+  int64_t first[3] = {}, length[3] = {};
+  int64_t i = enter_block(number, kBlockTiles[0], tiles[1], tiles[0] * tiles[2], &first[1],
+                          &length[1]);
+  i = enter_block(i, kBlockTiles[1], tiles[2], tiles[0] * length[1], &first[2], &length[2]);
+  const int64_t at[3] = {i / (length[1] * length[2]), first[1] + i / length[2] % length[1],
+                         first[2] + i % length[2]};
   Tile tile = {};
   tile.count = 1;
   for (int axis = 0; axis < 3; ++axis) {
