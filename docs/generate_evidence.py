@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality.plan import MAIN
+from benchmarks.quality.plan import LARGER_WINDOWS, MAIN
 from benchmarks.quality.report import losses_table, markdown, samples_table
 from benchmarks.quality.study import Settings, is_current, read_results
 from benchmarks.quality.tables import (
@@ -92,7 +92,7 @@ PAIRS = (
     *((f"{arm}-heads", arm) for arm in ("shift", "affine", "tap")),
     *(("affine-355", than) for than in ("affine", "fixed-355")),
     *(("fixed-reach", than) for than in ("fixed-355", "affine")),
-    *(("fixed-355", than) for than in ("shift", "affine", "tap")),
+    *((arm, than) for arm in LARGER_WINDOWS for than in ("shift", "affine", "tap")),
 )
 
 
@@ -132,14 +132,14 @@ def longer() -> str:
 
 def worlds() -> str:
     """Mean losses of the main arms in every world, verdicts on the cells of the sprite."""
-    lines = []
+    shown, lines = (*MAIN, *LARGER_WINDOWS), []
     for world in worlds_of(current()):
-        rows = {row.arm: of_sprite(row) for row in rows_of(current(), world) if row.arm in MAIN}
+        rows = {row.arm: of_sprite(row) for row in rows_of(current(), world) if row.arm in shown}
         for row, whole in ((rows[r.arm], r) for r in rows_of(current(), world) if r.arm in rows):
-            verdicts = (against(row, rows.get(than)) for than in ("fixed", "fixed-355"))
+            verdicts = (against(row, rows.get(than)) for than in ("fixed", *LARGER_WINDOWS))
             lines.append([world, row.arm, f"{whole.mean:.4f}", f"{row.mean:.4f}", *verdicts])
-    head = ["world", "arm", "loss", "sprite's cells", "these, against fixed", "against fixed-355"]
-    return markdown(head, lines)
+    than = ("these, against fixed", *(f"against {name}" for name in LARGER_WINDOWS))
+    return markdown(["world", "arm", "loss", "sprite's cells", *than], lines)
 
 
 def offsets() -> str:

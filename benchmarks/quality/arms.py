@@ -68,6 +68,7 @@ def _plain_arms() -> dict[str, dict[str, Any]]:
         "fixed": FIXED,
         "fixed-longer": FIXED,
         "fixed-355": {**FIXED, "window": (3, 5, 5)},
+        "fixed-533": {**FIXED, "window": (5, 3, 3)},
         "fixed-reach": {**FIXED, "window": REACH},
         "affine-355": {"offset_kind": "affine", "window": (3, 5, 5)},
         **deforming,

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.quality.arms import BASE, arms
-from benchmarks.quality.plan import MAIN
+from benchmarks.quality.plan import LARGER_WINDOWS, MAIN
 from benchmarks.quality.study import HELD_OUT_SEED, LEVELS
 from benchmarks.quality.tables import (
     Result,
@@ -116,7 +116,7 @@ def loss_by_speed(results: Sequence[Result]) -> Figure | None:
     seen: set[str] = set()
     for index, world in enumerate(names):
         for row in rows_of(results, world):
-            if row.arm not in MAIN:
+            if row.arm not in (*MAIN, *LARGER_WINDOWS):
                 continue
             speed = sum(WORLDS[world].speed) / 2
             label = None if row.arm in seen else row.arm

@@ -7,7 +7,8 @@ from benchmarks.quality.study import Run, Settings
 from megaslide.errors import InputError
 
 FIRST_LOOK = ("fixed", "affine", "tap", "shift", "dense")
-MAIN = ("fixed", "fixed-355", "affine", "dense")
+MAIN = ("fixed", "affine", "dense")
+LARGER_WINDOWS = ("fixed-355", "fixed-533")
 SMOKE_SETTINGS = Settings(
     steps=4, batch=2, curve_every=2, curve_clips=2, held_out=2, warmup=2, samples=2
 )
@@ -37,12 +38,12 @@ PARTS = (
     Part(
         "controls",
         "Is it parameters, reach, time or the offset network itself, rather than moving windows?",
-        ("affine-held", "fixed-as-affine", "fixed-as-tap", "fixed-355", "fixed-longer", "swin"),
+        ("affine-held", "fixed-as-affine", "fixed-as-tap", *LARGER_WINDOWS, "fixed-longer", "swin"),
     ),
     Part(
         "displacement",
         "How does the gain depend on how far the sprite moves per frame?",
-        MAIN,
+        (*MAIN, *LARGER_WINDOWS),
         ("still", "slow", "fast", "faster"),
     ),
     Part("registers", "Do global registers help?", tuple(f"{a}+r" for a in (*FIRST_LOOK, "swin"))),
