@@ -12,21 +12,24 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.quality.arms import BASE, arms
-from benchmarks.quality.plan import LARGER_WINDOWS, MAIN
+from benchmarks.quality.arms import BASE, LONGER, arms
+from benchmarks.quality.plan import LARGER_WINDOWS
 from benchmarks.quality.study import HELD_OUT_SEED, LEVELS
 from benchmarks.quality.tables import (
+    BASELINE,
     Result,
     Row,
     base_steps,
     rows_of,
     select,
+    sprite_loss,
     strongest_block,
 )
 from benchmarks.quality.worlds import WORLDS, draw
 
 WINDOW = BASE["window"]
 SPEEDS = ("still", "slow", "base", "fast", "faster")
+_WINDOW_MARKERS = dict(zip(LARGER_WINDOWS, "s^", strict=True))
 _FAMILIES = {"dense": 7, "swin": 5, "fixed": 0, "shift": 1, "tap": 2, "affine": 3}
 STYLE: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
 """Of matplotlib, while a figure is drawn."""
@@ -76,10 +79,12 @@ def equal_budgets(results: Sequence[Result]) -> Figure | None:
 
 
 def _scatter(axes: Axes, points: Sequence[tuple[Row, Sequence[float]]]) -> None:
-    """One mark per seed, the arm's name beside its mean."""
+    """One mark per seed, the names of some arms beside their means."""
     for row, x in points:
         axes.plot(x, row.losses, "o", ms=5, alpha=0.8, color=_colour(row.arm))
         at = (float(np.mean(x)), row.mean)
+        if row.arm not in (*_FAMILIES, *LONGER):
+            continue  # close to others: named in the panel beside
         axes.annotate(row.arm, at, fontsize=6, xytext=(4, 0), textcoords="offset points")
 
 
@@ -107,31 +112,34 @@ def loss_over_time(results: Sequence[Result]) -> Figure | None:
 
 
 def loss_by_speed(results: Sequence[Result]) -> Figure | None:
-    """Loss of the sprite's cells against its speed; worlds are trained and measured alike."""
-    names = [n for n in SPEEDS if select(results, world=n)]
+    """Loss of the sprite's cells over the baseline's of the same seed, against the speed."""
+    names = [n for n in SPEEDS if select(results, world=n, arm=BASELINE)]
     if len(names) < 2:
         return None
     figure = _figure(6.5, 4)
     axes = figure.subplots()
-    seen: set[str] = set()
-    for index, world in enumerate(names):
-        for row in rows_of(results, world):
-            if row.arm not in (*MAIN, *LARGER_WINDOWS):
-                continue
-            speed = sum(WORLDS[world].speed) / 2
-            label = None if row.arm in seen else row.arm
-            seen.add(row.arm)
-            axes.plot(
-                [speed] * len(row.losses), row.sprite_losses, "o", ms=5, alpha=0.8,
-                color=_colour(row.arm), label=label,
-            )  # fmt: skip
-        if index:
-            axes.axvline(sum(WORLDS[world].speed) / 2, lw=0.3, color="0.8")
+    for place, (arm, marker) in enumerate({"affine": "o", **_WINDOW_MARKERS}.items()):
+        points = [
+            (sum(WORLDS[world].speed) / 2 + 0.08 * (place - 1), 100 * (ratio - 1))
+            for world in names
+            for ratio in _over_baseline(results, world, arm)
+        ]
+        if points:
+            x, y = zip(*points, strict=True)
+            axes.plot(x, y, marker, ms=5, alpha=0.8, color=_colour(arm), label=arm)
+    axes.axhline(0, lw=0.8, color="0.6")
     axes.axvline(WINDOW[1] // 2, ls=":", color="0.5", lw=1)
-    axes.set(xlabel="cells per frame (dotted: reach of the fixed window)")
-    axes.set(ylabel="validation loss, cells of the sprite")
+    axes.set(xlabel=f"cells per frame (dotted: reach of `{BASELINE}`)")
+    axes.set(title="cells of the sprite", ylabel=f"loss, % above `{BASELINE}` of the same seed")
     axes.legend(frameon=False)
     return figure
+
+
+def _over_baseline(results: Sequence[Result], world: str, arm: str) -> list[float]:
+    """Loss of the sprite's cells over the baseline's, of the seeds that both have."""
+    base = {r["seed"]: sprite_loss(r) for r in select(results, world=world, arm=BASELINE)}
+    own = select(results, world=world, arm=arm)
+    return [sprite_loss(r) / base[r["seed"]] for r in own if r["seed"] in base]
 
 
 def other_worlds(results: Sequence[Result]) -> Figure | None:
@@ -153,7 +161,8 @@ def other_worlds(results: Sequence[Result]) -> Figure | None:
         np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True
     ):
         _dots(axes, losses)
-        axes.set(title=title, xlabel="validation loss")
+        axes.set_title(title, fontsize=8)
+        axes.set(xlabel="validation loss")
     return figure
 
 
@@ -221,7 +230,11 @@ FIGURES: dict[str, tuple[str, Callable[[Sequence[Result]], Figure | None]]] = {
         equal_budgets,
     ),
     "loss_over_time": ("The same models while they train; one line per seed.", loss_over_time),
-    "loss_by_speed": ("How far the sprite moves per frame.", loss_by_speed),
+    "loss_by_speed": (
+        "By how far the sprite moves per frame: moving windows and larger fixed ones, beside the "
+        "fixed window of the same seed.",
+        loss_by_speed,
+    ),
     "other_worlds": (
         "Still backgrounds, scene cuts, crossing sprites, longer clips.",
         other_worlds,
