@@ -31,7 +31,7 @@ BASE: dict[str, Any] = {
 FIXED = {"attention_kind": "neighborhood"}
 REACH = (5, 9, 9)
 """What a 3x3x3 window can see when no tap moves by more than (1, 3, 3) voxels."""
-LONGER = {"fixed-longer": 1.75, "fixed-longer-large": 1.35}
+LONGER = {"fixed-longer": 1.75, "fixed-533-longer": 1.55, "fixed-longer-large": 1.35}
 """Arms that train for more steps than the others, by how many times as many: the control for time,
 compared with arms that took no more of it."""
 LARGE = "-large"
@@ -69,6 +69,7 @@ def _plain_arms() -> dict[str, dict[str, Any]]:
         "fixed-longer": FIXED,
         "fixed-355": {**FIXED, "window": (3, 5, 5)},
         "fixed-533": {**FIXED, "window": (5, 3, 3)},
+        "fixed-533-longer": {**FIXED, "window": (5, 3, 3)},
         "fixed-reach": {**FIXED, "window": REACH},
         "affine-355": {"offset_kind": "affine", "window": (3, 5, 5)},
         **deforming,

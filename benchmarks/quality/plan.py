@@ -43,11 +43,16 @@ PARTS = (
     Part(
         "displacement",
         "How does the gain depend on how far the sprite moves per frame?",
-        (*MAIN, *LARGER_WINDOWS),
+        (*MAIN, *LARGER_WINDOWS, "fixed-longer"),
         ("still", "slow", "fast", "faster"),
     ),
     Part("registers", "Do global registers help?", tuple(f"{a}+r" for a in (*FIRST_LOOK, "swin"))),
-    Part("textured", "And where most of a clip stands still?", MAIN, ("textured",)),
+    Part(
+        "textured",
+        "And where most of a clip stands still?",
+        (*MAIN, "fixed-533", "fixed-longer", "fixed-533-longer"),
+        ("textured",),
+    ),
     Part("cut", "What does a scene cut in the middle do?", MAIN, ("cut",)),
     Part("crossing", "What do two crossing sprites do?", MAIN, ("crossing",)),
     Part(

@@ -145,7 +145,7 @@ def test_verdict_needs_agreeing_seeds(losses: list[float], verdict: str) -> None
 def test_time_is_compared_with_a_baseline_that_had_no_less() -> None:
     longer = dataclasses.replace(row("fixed-longer", [0.3, 0.4]), train_cpu_s=[1.5, 1.5])
     assert against_longer(row("affine", [0.1, 0.2]), longer) == "lower in all 2 seeds"
-    slow = dataclasses.replace(row("tap", [0.1, 0.2]), train_cpu_s=[1.0, 1.6])
+    slow = dataclasses.replace(row("tap", [0.1, 0.2]), train_cpu_s=[1.4, 1.7])
     assert against_longer(slow, longer) == "took longer"
     assert against_longer(longer, longer) == ""
 
