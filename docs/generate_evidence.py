@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quality.arms import LONGER
 from benchmarks.quality.plan import LARGER_WINDOWS, MAIN
 from benchmarks.quality.report import losses_table, markdown, samples_table
 from benchmarks.quality.study import Settings, is_current, read_results
@@ -28,6 +29,8 @@ from benchmarks.quality.tables import (
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+MOVING = "affine"
+"""The kind of moving windows that was trained in every world."""
 
 
 def pages() -> dict[Path, str]:
@@ -131,15 +134,20 @@ def longer() -> str:
 
 
 def worlds() -> str:
-    """Mean losses of the main arms in every world, verdicts on the cells of the sprite."""
-    shown, lines = (*MAIN, *LARGER_WINDOWS), []
+    """Mean losses of the main arms in every world, and how the moving window compares with each."""
+    shown, lines = (*MAIN, *LARGER_WINDOWS, *LONGER), []
     for world in worlds_of(current()):
-        rows = {row.arm: of_sprite(row) for row in rows_of(current(), world) if row.arm in shown}
-        for row, whole in ((rows[r.arm], r) for r in rows_of(current(), world) if r.arm in rows):
-            verdicts = (against(row, rows.get(than)) for than in ("fixed", *LARGER_WINDOWS))
-            lines.append([world, row.arm, f"{whole.mean:.4f}", f"{row.mean:.4f}", *verdicts])
-    than = ("these, against fixed", *(f"against {name}" for name in LARGER_WINDOWS))
-    return markdown(["world", "arm", "loss", "sprite's cells", *than], lines)
+        rows = {row.arm: row for row in rows_of(current(), world)}
+        moving = rows[MOVING]
+        for row in (row for name, row in rows.items() if name in shown):
+            sprite = of_sprite(row)
+            lines.append(
+                [world, row.arm, f"{row.mean:.4f}", f"{sprite.mean:.4f}",
+                 f"{statistics.fmean(row.train_cpu_s):.0f}", against(moving, row),
+                 against(of_sprite(moving), sprite)]
+            )  # fmt: skip
+    head = ["world", "arm", "loss", "sprite's cells", "CPU s", f"{MOVING} is", "sprite's cells"]
+    return markdown(head, lines)
 
 
 def offsets() -> str:
