@@ -161,7 +161,8 @@ def offsets() -> str:
             found = result["offsets"]["blocks"][index][name]
             cells = (found[where] for where in ("sprite", "other_clip", "background"))
             shown = ("-" if value is None else f"{value:.2f}" for value in cells)
-            lines.append([result["arm"], str(result["seed"]), str(index), name, *shown])
+            block = str(index // result["config"]["offset_groups"])
+            lines.append([result["arm"], str(result["seed"]), block, name, *shown])
     head = ["arm", "seed", "block", "", "velocity", "of another clip", "at the background"]
     return markdown(head, lines)
 
