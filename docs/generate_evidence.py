@@ -6,6 +6,7 @@ The prose is written by hand; what stands between `<!-- NAME -->` and `<!-- end 
 holds the pages to the results.
 """
 
+import functools
 import json
 import statistics
 from collections.abc import Callable
@@ -213,6 +214,7 @@ def adaptation_real() -> str:
     return f"{adaptation('adaptation_real')}\n\n{markdown(head, lines)}"
 
 
+@functools.cache
 def current() -> list[Result]:
     """Results of the study as its settings, worlds and arms are today."""
     every = read_results((RESULTS / "quality").glob("*.json"))

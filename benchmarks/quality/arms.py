@@ -6,6 +6,7 @@ held at zero.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +40,7 @@ LARGE = "-large"
 LARGER: dict[str, Any] = {"hidden_size": 128, "num_layers": 6}
 
 
+@functools.cache  # counts parameters of many models: too slow to do again for every result
 def arms() -> dict[str, VideoDiTConfig]:
     """Every arm by name: `+r` has registers, `-heads` a set of offsets per head, `-large` is of a
     larger model."""
