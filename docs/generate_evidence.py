@@ -101,7 +101,7 @@ PAIRS = (
 
 
 def pairs() -> str:
-    """Arms that differ in one thing, in the base world."""
+    """Arms of the base world beside each other."""
     known = {row.arm: row for row in rows_of(current(), "base")}
     lines = [
         [arm, than, four(known[arm].losses), four(known[than].losses),
@@ -139,6 +139,8 @@ def worlds() -> str:
     shown, lines = (*MAIN, *LARGER_WINDOWS, *LONGER), []
     for world in worlds_of(current()):
         rows = {row.arm: row for row in rows_of(current(), world)}
+        if MOVING not in rows:
+            continue
         moving = rows[MOVING]
         for row in (row for name, row in rows.items() if name in shown):
             sprite = of_sprite(row)

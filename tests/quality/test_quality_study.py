@@ -13,8 +13,9 @@ from benchmarks.quality import study, worlds
 from benchmarks.quality.__main__ import main
 from benchmarks.quality.arms import arm, arms
 from benchmarks.quality.plan import PARTS, SMOKE_SETTINGS, runs_of
+from benchmarks.quality.report import losses_table
 from benchmarks.quality.study import losses
-from benchmarks.quality.tables import Row, against, against_longer
+from benchmarks.quality.tables import Result, Row, against, against_longer
 from benchmarks.quality.worlds import WORLDS, draw
 from megaslide.models.dit import VideoDiT, count_parameters
 
@@ -148,6 +149,20 @@ def test_time_is_compared_with_a_baseline_that_had_no_less() -> None:
     slow = dataclasses.replace(row("tap", [0.1, 0.2]), train_cpu_s=[1.4, 1.7])
     assert against_longer(slow, longer) == "took longer"
     assert against_longer(longer, longer) == ""
+
+
+def test_models_of_different_size_are_not_compared() -> None:
+    def result(arm: str, seed: int, loss: float) -> Result:
+        same = {"world": "base", "parameters": 1, "saved_bytes": 1, "train_cpu_s": 1.0}
+        return same | {"arm": arm, "seed": seed, "loss": loss, "sprite_loss_by_level": {"": loss}}
+
+    losses = {"fixed": 0.3, "affine": 0.2, "fixed-large": 0.1, "affine-large": 0.15}
+    results = [result(arm, seed, loss) for arm, loss in losses.items() for seed in (0, 1)]
+    small, large = (losses_table(results, "base", large=size) for size in (False, True))
+    assert "-large" not in small
+    assert "lower in all 2 seeds" in small
+    assert "higher in all 2 seeds" in large
+    assert "lower" not in large
 
 
 def test_longer_arm_trains_longer_and_ends_at_a_rate_of_zero() -> None:
