@@ -31,7 +31,7 @@ from megaslide.tracing import Trace
 log = logging.getLogger(__name__)
 
 MOST_PENDING = 256
-"""Spans that may wait to be asked for."""
+"""Spans that may wait for the device; Python that is further ahead of it waits too."""
 CLOCK_TRIES = 5
 """Comparisons of the device's clock with the host's, of which the quickest is taken."""
 
@@ -289,7 +289,7 @@ class AcceleratorTransfer:
     def close(self) -> None:
         self._h2d.close()
         self._d2h.close()
-        self._clock.collect(wait=True)
+        self._clock.collect(keep=0)
         self.trace.before_reading.remove(self._clock.collect)
         _unlock_all(self._runtime, self._locked)
 
@@ -330,12 +330,14 @@ class DeviceClock:
             with self._lock:
                 self._pending.append((lane, name, start, self._mark()))
             if len(self._pending) > MOST_PENDING:
-                self.collect()
+                self.collect(keep=MOST_PENDING)
 
-    def collect(self, *, wait: bool = False) -> None:
-        """Hand over the spans of what the device has done; with `wait`, of all."""
+    def collect(self, *, keep: int | None = None) -> None:
+        """Hand over the spans of what the device has done; wait until no more than `keep` stay."""
         with self._lock:
-            while self._pending and (wait or self._pending[0][3].query()):
+            while self._pending and (
+                (keep is not None and len(self._pending) > keep) or self._pending[0][3].query()
+            ):
                 lane, name, start, end = self._pending.popleft()
                 end.synchronize()
                 times = [self._zero_s + self._zero.elapsed_time(e) / 1e3 for e in (start, end)]
