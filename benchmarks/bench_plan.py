@@ -194,6 +194,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, axes = pyplot.subplots(figsize=(6.5, 6))
     marks = itertools.cycle("osd^v")
@@ -212,8 +213,9 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.fill_between(ends, [0.85 * e for e in ends], [1.15 * e for e in ends], color="0.9")
     axes.set(xlabel="measured, s per step", ylabel="predicted, s per step")
     for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
         axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
     axes.legend(title="grey: within 15 %")
     figure.savefig(path, dpi=120, bbox_inches="tight")
 

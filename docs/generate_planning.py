@@ -115,8 +115,8 @@ def accuracy() -> str:
     )
     if ratios := found.get("choice_over_best", {}).values():
         text += (
-            f"Beside every choice that a config may leave open, measured for {len(ratios)} models, "
-            f"a step of what the planner chooses takes at most {max(ratios):.2f} of the best.\n"
+            f"Of every choice that a config may leave open, measured for {len(ratios)} models, what "
+            f"the planner chooses is at most {percent(max(1.0, *ratios) - 1)} slower than the best.\n"
         )
     return _wrapped(text.rstrip() + "\n")
 
