@@ -114,9 +114,10 @@ def accuracy() -> str:
         "(`megaslide bench plan`). What a real disk gives from second to second is less certain. "
     )
     if ratios := found.get("choice_over_best", {}).values():
+        slower = percent(max(1.0, *ratios) - 1)
         text += (
-            f"Of every choice that a config may leave open, measured for {len(ratios)} models, what "
-            f"the planner chooses is at most {percent(max(1.0, *ratios) - 1)} slower than the best.\n"
+            f"Of every choice that a config may leave open, measured for {len(ratios)} models, "
+            f"what the planner chooses is at most {slower} slower than the best.\n"
         )
     return _wrapped(text.rstrip() + "\n")
 
