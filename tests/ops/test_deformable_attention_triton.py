@@ -25,6 +25,13 @@ CASES = (
     "tap", "far outside", "zero offsets", "an axis of one voxel", "a frame at a time",
     "shift, bf16", "bf16", "fp16",
 )  # fmt: skip
+# v is left out: where products are dense, a bad row of it reaches all queries of a tile.
+SPOILED = [
+    f"{name} {value} {kind}"
+    for kind in ("none", "shift", "affine", "tap")
+    for name, value in (("q", "nan"), ("k", "inf"), ("k", "nan"), ("offsets", "nan"))
+    if (name, kind) != ("offsets", "none")
+]
 
 
 # ---- interpreted ---------------------------------------------------------------------------------
@@ -34,7 +41,7 @@ CASES = (
 def interpreted() -> dict[str, dict[str, float]]:
     pytest.importorskip("triton", reason="Triton is not installed: pip install 'megaslide[gpu]'")
     done = subprocess.run(
-        [sys.executable, str(HERE / "triton_interpreted.py"), *CASES],
+        [sys.executable, str(HERE / "triton_interpreted.py"), *CASES, *SPOILED],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(HERE)},
@@ -51,6 +58,13 @@ def test_equals_the_definition(interpreted: dict[str, dict[str, float]], name: s
     assert {"out", "q", "k", "v"} <= found.keys()
     assert ("offsets" in found) == (name != "none")
     assert all(error < bound for error in found.values()), found
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_what_is_no_number_stays_with_those_who_see_it(
+    interpreted: dict[str, dict[str, float]], name: str
+) -> None:
+    assert interpreted[name]["out"] < 3e-6
 
 
 # ---- compiled ahead of time ----------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """A program, not a test: 3D-DSA under Triton's interpreter against the definition in fp64.
 
 Triton reads TRITON_INTERPRET when it is imported, hence a process of its own. Prints JSON: for each
-case, the largest error of the output and of every gradient, relative to its largest value.
+case named, the largest error of the output and of every gradient, relative to its largest value.
+For "NAME VALUE KIND", with that value in an input: of the output that does not depend on it.
 """
 
 import json
@@ -72,6 +73,25 @@ def errors(options):
     }
 
 
+def spoiled(name, value, kind):
+    """With one value at the first voxel that is no number."""
+    torch.manual_seed(0)
+    kind = None if kind == "none" else kind
+    case = random_case((2, 3, 7), (2, 2, 3), kind, d=8, heads=1, spread=0.5, dtype=torch.float32)
+
+    def out(value, dtype, backend):
+        changed = {n: x.to(dtype) if n in NAMES and x is not None else x for n, x in case.items()}
+        changed[name][0, 0, 0, 0, 0].view(-1)[-1] = value
+        return deformable_attention(**changed, backend=backend)[0, ..., 0, :].double()
+
+    numbers = (0.25, -0.5, float("nan"))  # of a voxel read with weight 0, only the last tells
+    expected, other, bad = (out(x, torch.float64, "reference") for x in numbers)
+    free = ((expected == other) & bad.isfinite()).all(-1)
+    assert 0 < free.sum() < free.numel(), "the case shows nothing"
+    found = out(float(value), torch.float32, "triton")
+    return {"out": float((found - expected)[free].abs().max() / expected.abs().max())}
+
+
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or list(CASES)
-    print(json.dumps({name: errors(CASES[name]) for name in chosen}))
+    found = {x: errors(CASES[x]) if x in CASES else spoiled(*x.split()) for x in sys.argv[1:]}
+    print(json.dumps(found))
