@@ -59,7 +59,8 @@ typedef enum megaslide_offset_kind {
   MEGASLIDE_OFFSETS_TAP = 3
 } megaslide_offset_kind;
 
-/* Of q, k, v, the extra keys, out and its gradient; sums are fp32 whatever it is. */
+/* Of q, k, v, the extra keys, out and the gradients of these; sums are fp32 whatever it is, and
+ * rounded once. */
 typedef enum megaslide_dtype { MEGASLIDE_FLOAT32 = 0, MEGASLIDE_BFLOAT16 = 1 } megaslide_dtype;
 
 typedef struct megaslide_attention_shape {
@@ -82,12 +83,11 @@ typedef struct megaslide_attention_inputs {
   const void *extra_k, *extra_v;
 } megaslide_attention_inputs;
 
-/* Those that queries add to are fp32 for either dtype. */
+/* Of the inputs' type. */
 typedef struct megaslide_attention_gradients {
-  void *q;
-  float *k, *v;
+  void *q, *k, *v;
   float *offsets;                  /* NULL: not wanted */
-  float *extra_k, *extra_v;
+  void *extra_k, *extra_v;
 } megaslide_attention_gradients;
 
 /* Writes out, and lse in fp32. */

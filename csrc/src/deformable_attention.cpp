@@ -1,26 +1,26 @@
 // 3D-DSA behind the C interface: checks, memory, and how the work is divided among threads.
 //
 // Forward: tiles of queries of one batch element and head, all independent. Backward: one item per
-// batch element and head, which alone adds to its rows of dk and dv, in the order of tiles; so
-// results are the same bits for any number of threads. A group's offsets get their gradient from
-// several heads: each head writes its own, and they are added in the order of heads, chunk of
-// tiles by chunk of tiles to bound that memory.
+// batch element and head, whose queries add to sums of their own, in the order of tiles; so results
+// are the same bits for any number of threads. A group's offsets get their gradient from several
+// heads, in the order of heads: a head follows the one before it, tile by tile.
 #include "deformable_attention.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <limits>
 #include <new>
+#include <thread>
 #include <vector>
 
+#include "bfloat16.h"
 #include "instruction_set.h"
 #include "megaslide.h"
 #include "parallel.h"
 
 namespace megaslide {
 namespace {
-
-constexpr int64_t kPartialFloats = int64_t{1} << 18;  // bound on the heads' own offset gradients
 
 // Kernels that take everything, and those that are asked first, or null.
 struct Kernels {
@@ -189,11 +189,11 @@ void plan_work(const megaslide_attention_shape &shape, PlannedWork *work) {
   plan.iota = work->iota.data();
 }
 
-// One block of scratch per thread, on cache lines of its own.
+// A block per thread, on cache lines of its own.
 class ThreadScratch {
  public:
-  ThreadScratch(const Plan &plan, const Kernels &kernels, int threads)
-      : bytes_(bytes(plan, kernels)),
+  ThreadScratch(int64_t bytes, int threads)
+      : bytes_((static_cast<size_t>(bytes) + kAlign - 1) / kAlign * kAlign),
         block_(static_cast<char *>(
             ::operator new(bytes_ *static_cast<size_t>(threads), std::align_val_t{kAlign}))) {}
   ~ThreadScratch() { ::operator delete(block_, std::align_val_t{kAlign}); }
@@ -205,15 +205,14 @@ class ThreadScratch {
  private:
   static constexpr size_t kAlign = 64;
 
-  static size_t bytes(const Plan &plan, const Kernels &kernels) {
-    const int64_t any = kernels.any->scratch_bytes(plan);
-    const int64_t first = kernels.first == nullptr ? 0 : kernels.first->scratch_bytes(plan);
-    return static_cast<size_t>(std::max(any, first));
-  }
-
   size_t bytes_;
   char *block_;
 };
+
+int64_t scratch_bytes(const Plan &plan, const Kernels &kernels) {
+  const int64_t any = kernels.any->scratch_bytes(plan);
+  return kernels.first == nullptr ? any : std::max(any, kernels.first->scratch_bytes(plan));
+}
 
 // ---- forward ----------------------------------------------------------------------------------
 
@@ -222,7 +221,7 @@ int64_t tile_count(const Plan &plan) { return plan.tiles[0] * plan.tiles[1] * pl
 void run_forward(const Plan &plan, const ForwardArrays &arrays, int threads) {
   const Kernels kernel = kernels(plan.dtype);
   const int64_t tiles = tile_count(plan);
-  const ThreadScratch scratch(plan, kernel, threads);
+  const ThreadScratch scratch(scratch_bytes(plan, kernel), threads);
   parallel_for(plan.batch * plan.heads * tiles, threads, [&](int64_t item, int worker) {
     const int64_t row = item / tiles;
     const Part part{row / plan.heads, row % plan.heads, item % tiles};
@@ -234,98 +233,100 @@ void run_forward(const Plan &plan, const ForwardArrays &arrays, int threads) {
 
 // ---- backward ---------------------------------------------------------------------------------
 
-void clear_rows(const Plan &plan, int64_t count, int64_t b, int64_t head, float *rows) {
-  float *row = rows + b * count * plan.row + head * plan.head_dim;
-  for (int64_t n = 0; n < count; ++n, row += plan.row) std::fill_n(row, plan.head_dim, 0.0f);
-}
-
-void clear_gradients(const Plan &plan, const megaslide_attention_gradients &grad, int64_t b,
-                     int64_t head) {
-  clear_rows(plan, plan.voxels, b, head, grad.k);
-  clear_rows(plan, plan.voxels, b, head, grad.v);
-  if (plan.extra > 0) {
-    clear_rows(plan, plan.extra, b, head, grad.extra_k);
-    clear_rows(plan, plan.extra, b, head, grad.extra_v);
-  }
-}
-
-// The heads' own offset gradients of one chunk of tiles:
-// [batch, heads, chunk, kTileQueries, channels].
-struct Partials {
-  std::vector<float> floats;
-  int64_t chunk;  // tiles
+// What the queries of one batch element and head add to: fp32, and rows that follow each other.
+struct Sums {
+  float *k, *v, *extra_k, *extra_v, *end;
 };
 
-Partials allocate_partials(const Plan &plan, bool wanted) {
-  const int64_t tiles = tile_count(plan);
-  if (!wanted || plan.groups == plan.heads) return {{}, tiles};
-  const int64_t per_tile =
-      std::max<int64_t>(1, plan.batch * plan.heads * plan.channels * kTileQueries);
-  const int64_t chunk = std::clamp<int64_t>(kPartialFloats / per_tile, 1, tiles);
-  return {std::vector<float>(static_cast<size_t>(per_tile * chunk)), chunk};
+Sums sums_at(const Plan &plan, void *block) {
+  const int64_t rows = plan.voxels * plan.head_dim, extra = plan.extra * plan.head_dim;
+  auto *at = static_cast<float *>(block);
+  return {at, at + rows, at + 2 * rows, at + 2 * rows + extra, at + 2 * (rows + extra)};
 }
 
-// Adds the heads of each group, in order; item = (b, group).
-void add_heads(const Plan &plan, const Partials &partials, int64_t first, int64_t last,
-               int64_t item, float *grad_offsets) {
-  const int64_t heads = plan.heads / plan.groups, b = item / plan.groups;
-  const int64_t group = item % plan.groups;
-  const int64_t stride = partials.chunk * kTileQueries * plan.channels;
-  const float *chunk = partials.floats.data() + (b * plan.heads + group * heads) * stride;
-  for (int64_t number = first; number < last; ++number) {
-    const Tile tile = tile_at(plan, number);
-    for (int64_t i = 0; i < tile.count; ++i) {
-      const int64_t n = query_at(plan, tile, i).n;
-      float *to = grad_offsets + ((b * plan.voxels + n) * plan.groups + group) * plan.channels;
-      const float *from = chunk + ((number - first) * kTileQueries + i) * plan.channels;
-      for (int64_t c = 0; c < plan.channels; ++c) {
-        float sum = 0.0f;
-        for (int64_t head = 0; head < heads; ++head) sum += from[head * stride + c];
-        to[c] = sum;
-      }
-    }
+int64_t sum_bytes(const Plan &plan) {
+  return 2 * (plan.voxels + plan.extra) * plan.head_dim * static_cast<int64_t>(sizeof(float));
+}
+
+// Rounds `count` rows of a batch element and head to the gradient, an array of T like q or extra_k.
+template <typename T>
+void round_rows(const Plan &plan, int64_t count, const Part &part, const float *from, void *to) {
+  for (int64_t n = 0; n < count; ++n, from += plan.head_dim) {
+    const int64_t row = (part.b * count + n) * plan.row + part.head * plan.head_dim;
+    narrow(from, plan.head_dim, static_cast<T *>(to) + row);
   }
 }
 
-// One batch element's and head's share of the arrays, for tiles from `first` on.
-BackwardArrays own_arrays(const Plan &plan, const BackwardArrays &arrays, Partials *partials,
-                          int64_t item, int64_t first) {
-  BackwardArrays own = arrays;
-  float *grad_offsets = arrays.grad.offsets;
-  own.chunked = !partials->floats.empty();
-  own.first_tile = first;
-  own.offset_row = own.chunked ? plan.channels : plan.groups * plan.channels;
-  if (plan.kind == MEGASLIDE_OFFSETS_NONE || grad_offsets == nullptr) return own;
-  const int64_t b = item / plan.heads, head = item % plan.heads;
-  own.offsets = own.chunked ? partials->floats.data() +
-                                  item * partials->chunk * kTileQueries * plan.channels
-                            : grad_offsets + (b * plan.voxels * plan.groups + head) * plan.channels;
-  return own;
+template <typename T>
+void round_sums(const Plan &plan, const Part &part, const Sums &sums,
+                const megaslide_attention_gradients &grad) {
+  round_rows<T>(plan, plan.voxels, part, sums.k, grad.k);
+  round_rows<T>(plan, plan.voxels, part, sums.v, grad.v);
+  round_rows<T>(plan, plan.extra, part, sums.extra_k, grad.extra_k);
+  round_rows<T>(plan, plan.extra, part, sums.extra_v, grad.extra_v);
 }
 
-void run_backward(const Plan &plan, const BackwardArrays &arrays, int threads) {
+// The gradient of a tile's offsets by one head: written by the first head of a group, and added to
+// by the others.
+void add_offsets(const Plan &plan, const Part &part, const float *from, float *grad_offsets) {
+  const int64_t heads = plan.heads / plan.groups, group = part.head / heads;
+  const bool first = part.head % heads == 0;
+  const Tile tile = tile_at(plan, part.tile);
+  for (int64_t i = 0; i < tile.count; ++i, from += plan.channels) {
+    const int64_t n = query_at(plan, tile, i).n;
+    float *to = grad_offsets + ((part.b * plan.voxels + n) * plan.groups + group) * plan.channels;
+    for (int64_t c = 0; c < plan.channels; ++c) to[c] = first ? from[c] : to[c] + from[c];
+  }
+}
+
+// Tiles that each head has added to its group's offsets. Heads are begun in order, so the one
+// before is done or has a thread.
+class Progress {
+ public:
+  explicit Progress(int64_t heads) : tiles_(static_cast<size_t>(heads)) {}
+
+  void await(int64_t head, int64_t tiles) const {
+    while (of(head).load(std::memory_order_acquire) < tiles) std::this_thread::yield();
+  }
+  void finish(int64_t head, int64_t tiles) {
+    tiles_[static_cast<size_t>(head)].store(tiles, std::memory_order_release);
+  }
+
+ private:
+  const std::atomic<int64_t> &of(int64_t head) const { return tiles_[static_cast<size_t>(head)]; }
+
+  std::vector<std::atomic<int64_t>> tiles_;
+};
+
+void run_backward(const Plan &plan, const BackwardArrays &arrays,
+                  const megaslide_attention_gradients &grad, int threads) {
   const Kernels kernel = kernels(plan.dtype);
-  const ThreadScratch scratch(plan, kernel, threads);
-  const bool wanted = plan.kind != MEGASLIDE_OFFSETS_NONE && arrays.grad.offsets != nullptr;
-  Partials partials = allocate_partials(plan, wanted);
-  const int64_t tiles = tile_count(plan);
-  for (int64_t first = 0; first < tiles; first += partials.chunk) {
-    const int64_t last = std::min(first + partials.chunk, tiles);
-    parallel_for(plan.batch * plan.heads, threads, [&](int64_t item, int worker) {
-      const BackwardArrays own = own_arrays(plan, arrays, &partials, item, first);
-      Part part{item / plan.heads, item % plan.heads, first};
-      if (first == 0) clear_gradients(plan, arrays.grad, part.b, part.head);
-      for (; part.tile < last; ++part.tile) {
-        void *block = scratch.of(worker);
-        if (kernel.first && kernel.first->backward(plan, own, part, block)) continue;
-        kernel.any->backward(plan, own, part, block);
-      }
-    });
-    if (partials.floats.empty()) continue;
-    parallel_for(plan.batch * plan.groups, threads, [&](int64_t item, int) {
-      add_heads(plan, partials, first, last, item, arrays.grad.offsets);
-    });
-  }
+  const int64_t items = plan.batch * plan.heads, tiles = tile_count(plan);
+  const bool wanted = plan.kind != MEGASLIDE_OFFSETS_NONE && grad.offsets != nullptr;
+  threads = static_cast<int>(std::clamp<int64_t>(items, 1, threads));
+  const ThreadScratch scratch(scratch_bytes(plan, kernel), threads);
+  const ThreadScratch all_sums(sum_bytes(plan), threads);
+  const ThreadScratch offsets(kTileQueries * plan.channels * int64_t{sizeof(float)}, threads);
+  Progress progress(items);
+  parallel_for(items, threads, [&](int64_t item, int worker) {
+    Part part{item / plan.heads, item % plan.heads, 0};
+    const Sums sums = sums_at(plan, all_sums.of(worker));
+    std::fill(sums.k, sums.end, 0.0f);
+    BackwardArrays own = arrays;
+    own.grad_k = sums.k, own.grad_v = sums.v;
+    own.grad_extra_k = sums.extra_k, own.grad_extra_v = sums.extra_v;
+    own.grad_offsets = wanted ? static_cast<float *>(offsets.of(worker)) : nullptr;
+    for (; part.tile < tiles; ++part.tile) {
+      const bool done = kernel.first && kernel.first->backward(plan, own, part, scratch.of(worker));
+      if (!done) kernel.any->backward(plan, own, part, scratch.of(worker));
+      if (!wanted) continue;
+      if (part.head % (plan.heads / plan.groups) > 0) progress.await(item - 1, part.tile + 1);
+      add_offsets(plan, part, own.grad_offsets, grad.offsets);
+      progress.finish(item, part.tile + 1);
+    }
+    (plan.dtype == MEGASLIDE_FLOAT32 ? round_sums<float> : round_sums<Bfloat16>)(plan, part, sums,
+                                                                                 grad);
+  });
 }
 
 template <typename Run>
@@ -370,8 +371,9 @@ int32_t megaslide_attention_backward(const megaslide_attention_shape *shape,
     return MEGASLIDE_INVALID_ARGUMENT;
   }
   return planned(*shape, [&](const Plan &plan) {
-    run_backward(plan, {*inputs, out, lse, grad_out, *gradients, nullptr, 0, false, 0},
-                 shape->threads);
+    const BackwardArrays arrays = {*inputs, out,     lse,     grad_out, gradients->q,
+                                   nullptr, nullptr, nullptr, nullptr,  nullptr};
+    run_backward(plan, arrays, *gradients, shape->threads);
   });
 }
 

@@ -54,14 +54,10 @@ struct BackwardArrays {
   const void *out;
   const float *lse;
   const void *grad_out;
-  megaslide_attention_gradients grad;
-  // Gradient of the offsets by one head, null where it is not wanted. That of voxel n is at
-  // offsets[n * offset_row], or, in a chunk of tiles, that of query i of tile t at
-  // offsets[((t - first_tile) * kTileQueries + i) * offset_row].
-  float *offsets;
-  int64_t offset_row;
-  bool chunked;
-  int64_t first_tile;
+  void *grad_q;
+  // Of one batch element and head, [voxels, head_dim] and [extra, head_dim]: queries add to these.
+  float *grad_k, *grad_v, *grad_extra_k, *grad_extra_v;
+  float *grad_offsets;  // of one tile's queries, [queries, channels]; null where it is not wanted
 };
 
 // The queries of one tile, one batch element and head.
@@ -128,7 +124,6 @@ inline Query query_at(const Plan &plan, const Tile &tile, int64_t i) {
 struct AttentionKernels {
   int64_t (*scratch_bytes)(const Plan &plan);  // per thread
   bool (*forward)(const Plan &plan, const ForwardArrays &arrays, const Part &part, void *scratch);
-  // Adds to the rows of k, v and the extra keys, which belong to (b, head) alone.
   bool (*backward)(const Plan &plan, const BackwardArrays &arrays, const Part &part,
                    void *scratch);
 };

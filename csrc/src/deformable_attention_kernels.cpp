@@ -153,12 +153,13 @@ void list_tile(const Plan &plan, const float *offsets, const Part &part, Scratch
   }
 }
 
-inline Chunks chunks_of(const Plan &plan, const Scratch &s) {
-  return {s.chunks, s.chunk_count, lists(plan, s), plan.row};
+// Of rows that are `row` elements apart.
+inline Chunks chunks_of(const Plan &plan, const Scratch &s, int64_t row) {
+  return {s.chunks, s.chunk_count, lists(plan, s), row};
 }
 
-inline Chunks extra_chunks_of(const Plan &plan, const Scratch &s) {
-  return {s.extra_chunks, padded(plan.extra) / kPad, plan.iota, plan.row};
+inline Chunks extra_chunks_of(const Plan &plan, const Scratch &s, int64_t row) {
+  return {s.extra_chunks, padded(plan.extra) / kPad, plan.iota, row};
 }
 
 // ---- pieces -----------------------------------------------------------------------------------
@@ -216,7 +217,7 @@ float weigh_forward(const Plan &plan, const ForwardArrays &arrays, int64_t extra
   const RowProducts<T> &products = row_products<T>(plan.head_dim);
   const Visit &visit = s->visits[i];
   const int64_t d = plan.head_dim, places = padded(plan.places);
-  const Chunks keys = extra_chunks_of(plan, *s);
+  const Chunks keys = extra_chunks_of(plan, *s, plan.row);
   float *probability = s->query.probability;
   s->query.taps = visit.taps;
   const float *scores = place(visit.touched, s->scores + visit.at, s->box_scores);
@@ -246,7 +247,7 @@ bool forward(const Plan &plan, const ForwardArrays &arrays, const Part &part, vo
   Scratch s;
   divide(plan, block, &s);
   list_tile(plan, in.offsets, part, &s);
-  const Chunks chunks = chunks_of(plan, s);
+  const Chunks chunks = chunks_of(plan, s, plan.row);
   widen_rows<T>(plan, s, in.q, rows.volume, s.q);
   products.dots(chunks, s.q, static_cast<const T *>(in.k) + rows.volume, d, s.scores);
   fill(s.sum, s.queries * d, 0.0f);
@@ -271,13 +272,13 @@ void backward_extra(const Plan &plan, const BackwardArrays &arrays, int64_t extr
   const T *extra_v = static_cast<const T *>(arrays.in.extra_v) + extra;
   const float *q = s.q + i * d, *grad_out = s.grad_out + i * d;
   float *probability = s.query.probability + places, *slope = s.query.slope + places;
-  const Chunks keys = extra_chunks_of(plan, s);
+  const Chunks keys = extra_chunks_of(plan, s, plan.row), sums = extra_chunks_of(plan, s, d);
   products.dots(keys, q, extra_k, d, probability);
   products.dots(keys, grad_out, extra_v, d, slope);
   slopes_of(plan, plan.extra, lse, mean, probability, slope);
   products.combine(keys, slope, extra_k, d, s.sum + i * d);
-  products.add_outer(keys, slope, q, d, arrays.grad.extra_k + extra);
-  products.add_outer(keys, probability, grad_out, d, arrays.grad.extra_v + extra);
+  products.add_outer(sums, slope, q, d, arrays.grad_extra_k);
+  products.add_outer(sums, probability, grad_out, d, arrays.grad_extra_v);
 }
 
 // From one query's products to its weights A and dA. `mean` is that of dP under P.
@@ -308,7 +309,7 @@ bool backward(const Plan &plan, const BackwardArrays &arrays, const Part &part, 
   Scratch s;
   divide(plan, block, &s);
   list_tile(plan, in.offsets, part, &s);
-  const Chunks chunks = chunks_of(plan, s);
+  const Chunks chunks = chunks_of(plan, s, plan.row), sums = chunks_of(plan, s, d);
   widen_rows<T>(plan, s, in.q, rows.volume, s.q);
   widen_rows<T>(plan, s, arrays.grad_out, rows.volume, s.grad_out);
   widen_rows<T>(plan, s, arrays.out, rows.volume, s.sum);
@@ -319,13 +320,13 @@ bool backward(const Plan &plan, const BackwardArrays &arrays, const Part &part, 
     const float lse = arrays.lse[(part.b * plan.voxels + query.n) * plan.heads + part.head];
     const float mean = dot(s.grad_out + i * d, s.sum + i * d, d);
     fill(s.sum + i * d, d, 0.0f);
-    weigh_backward(plan, lse, mean, i, offsets_at(arrays, part, query, i), &s);
+    weigh_backward(plan, lse, mean, i, offsets_at(plan, arrays, i), &s);
     if (plan.extra > 0) backward_extra<T>(plan, arrays, rows.extra, lse, mean, i, s);
   }
   products.combine(chunks, s.slopes, k, d, s.sum);
-  products.add_outer(chunks, s.slopes, s.q, d, arrays.grad.k + rows.volume);
-  products.add_outer(chunks, s.weights, s.grad_out, d, arrays.grad.v + rows.volume);
-  narrow_rows<T>(plan, s, rows.volume, arrays.grad.q);
+  products.add_outer(sums, s.slopes, s.q, d, arrays.grad_k);
+  products.add_outer(sums, s.weights, s.grad_out, d, arrays.grad_v);
+  narrow_rows<T>(plan, s, rows.volume, arrays.grad_q);
   return true;
 }
 

@@ -468,7 +468,7 @@ void weigh_queries(const BackwardArrays &arrays, int64_t first, int64_t last,
     const float *values = s.values + (i - first) * stride;
     float *const *line = s.line[i % 2];
     weigh_query(plan, lse, mean, s.query, scores, values, line[0], line[1],
-                offsets_at(arrays, work->part, query, i));
+                offsets_at(plan, arrays, i));
     for (int64_t e = 0; e < plan.extra; ++e) {
       p[e] = scores[work->voxels + e];
       slope[e] = values[work->voxels + e];
@@ -499,8 +499,8 @@ void add_products(const BackwardArrays &arrays, const Work &work) {
     }
   }
   const void *const queries[] = {arrays.grad_out, arrays.in.q};
-  float *const volumes[] = {arrays.grad.v, arrays.grad.k};
-  float *const extras[] = {arrays.grad.extra_v, arrays.grad.extra_k};
+  float *const volumes[] = {arrays.grad_v, arrays.grad_k};
+  float *const extras[] = {arrays.grad_extra_v, arrays.grad_extra_k};
   for (int which = 0; which < 2; ++which) {
     const uint16_t *rows[kTileQueries];
     find_queries(work, queries[which], 0, kTileQueries, rows);
@@ -509,8 +509,8 @@ void add_products(const BackwardArrays &arrays, const Work &work) {
       float *to[kRows];
       for (int64_t c = column; c < column + kRows; ++c) {
         const int64_t e = c - work.voxels;
-        to[c - column] = e < 0 ? volumes[which] + work.volume_row + s.voxel[c] * plan.row
-                         : e < plan.extra ? extras[which] + work.extra_row + e * plan.row
+        to[c - column] = e < 0            ? volumes[which] + s.voxel[c] * d
+                         : e < plan.extra ? extras[which] + e * d
                                           : nullptr;
       }
       for (int64_t at = 0; at < width; at += kDepth) {
@@ -553,7 +553,7 @@ bool backward(const Plan &plan, const BackwardArrays &arrays, const Part &part, 
     weigh_queries(arrays, first, last, grad_out, out, &work);
     multiply_rows(s.weights, stride, s.pair_rows, columns, width, s.sum);
     for (int64_t i = first; i < last; ++i) {
-      auto *to = static_cast<uint16_t *>(arrays.grad.q) + work.volume_row;
+      auto *to = static_cast<uint16_t *>(arrays.grad_q) + work.volume_row;
       round_row(s.sum + (i - first) * width, d, to + query_at(plan, work.tile, i).n * plan.row);
     }
   }

@@ -250,11 +250,8 @@ inline void weigh_query(const Plan &plan, float lse, float mean, const QueryScra
 }
 
 // Where the gradient of a query's offsets goes, or null.
-inline float *offsets_at(const BackwardArrays &arrays, const Part &part, const Query &query,
-                         int64_t i) {
-  if (arrays.offsets == nullptr) return nullptr;
-  const int64_t at = arrays.chunked ? (part.tile - arrays.first_tile) * kTileQueries + i : query.n;
-  return arrays.offsets + at * arrays.offset_row;
+inline float *offsets_at(const Plan &plan, const BackwardArrays &arrays, int64_t i) {
+  return arrays.grad_offsets == nullptr ? nullptr : arrays.grad_offsets + i * plan.channels;
 }
 
 }  // namespace

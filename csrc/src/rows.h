@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "bfloat16.h"
 #include "deformable_attention.h"
 #include "vectors.h"
 
@@ -75,13 +76,6 @@ MEGASLIDE_INLINE float largest_lane(Vec<W> x) {
 
 // ---- elements ---------------------------------------------------------------------------------
 
-struct Bfloat16 {
-  uint16_t bits;
-};
-
-inline float widen(float x) { return x; }
-inline float widen(Bfloat16 x) { return __builtin_bit_cast(float, uint32_t{x.bits} << 16); }
-
 // W elements as fp32.
 template <int W>
 MEGASLIDE_INLINE Vec<W> load_row(const float *from) {
@@ -95,19 +89,6 @@ MEGASLIDE_INLINE Vec<W> load_row(const Bfloat16 *from) {
   } else {
     const auto bits = load<W>(reinterpret_cast<const uint16_t *>(from));
     return reinterpret_cast<Vec<W>>(__builtin_convertvector(bits, Vec<W, uint32_t>) << 16);
-  }
-}
-
-inline void narrow(const float *from, int64_t count, float *to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
-}
-
-// To the nearest, ties to even.
-inline void narrow(const float *from, int64_t count, Bfloat16 *to) {
-  for (int64_t i = 0; i < count; ++i) {
-    const auto bits = __builtin_bit_cast(uint32_t, from[i]);
-    const uint32_t rounded = bits + 0x7fffu + (bits >> 16 & 1u);
-    to[i].bits = static_cast<uint16_t>(from[i] == from[i] ? rounded >> 16 : bits >> 16 | 0x40u);
   }
 }
 

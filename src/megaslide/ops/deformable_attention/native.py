@@ -119,10 +119,7 @@ def _backward(
     """Gradients of the inputs that are given, in order, in their dtypes."""
     named = {"q": q, "k": k, "v": v, "offsets": offsets, "extra_k": extra_k, "extra_v": extra_v}
     inputs = _prepare(**named)
-    gradients = {
-        name: torch.empty_like(x, dtype=x.dtype if name == "q" else torch.float32)
-        for name, x in inputs.items()
-    }
+    gradients = {name: torch.empty_like(x) for name, x in inputs.items()}
     saved = (_native(out), lse, _native(grad_out))
     shape = _shape(q, offsets, extra_k, window, kind, scale, num_threads)
     status = library.load().megaslide_attention_backward(
@@ -132,9 +129,7 @@ def _backward(
         ctypes.byref(_struct(gradients)),
     )
     library.check_status(status)
-    given = ((name, x) for name, x in named.items() if x is not None)
-    # One at a time, so that not all are held in two dtypes at once.
-    return [gradients.pop(name).to(x.dtype) for name, x in given]
+    return [gradients[name].to(x.dtype) for name, x in named.items() if x is not None]
 
 
 make_differentiable(_forward, _backward)
