@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "attention_plan.h"
 #include "bfloat16.h"
 #include "instruction_set.h"
 #include "megaslide.h"
@@ -21,6 +22,8 @@
 
 namespace megaslide {
 namespace {
+
+constexpr int64_t kTilesPerThread = 8;  // at least, where there are so many
 
 // Kernels that take everything, and those that are asked first, or null.
 struct Kernels {
@@ -81,113 +84,7 @@ bool valid_gradients(const megaslide_attention_shape &shape,
   return grad.q && grad.k && grad.v && (shape.extra == 0 || (grad.extra_k && grad.extra_v));
 }
 
-// ---- plan -------------------------------------------------------------------------------------
-
-// A plan and the tables it points to.
-struct PlannedWork {
-  Plan plan;
-  std::vector<float> index[3], centred[3], holds_tap;
-  std::vector<int32_t> number, iota, beyond;
-};
-
-// Taps whose indices have the same parity on every axis come together: in a window that is not
-// deformed much, such taps share no voxel.
-void order_taps(PlannedWork *work) {
-  const int64_t *window = work->plan.window;
-  for (int64_t parity = 0; parity < 8; ++parity) {
-    for (int64_t t = parity >> 2; t < window[0]; t += 2) {
-      for (int64_t h = parity >> 1 & 1; h < window[1]; h += 2) {
-        for (int64_t w = parity & 1; w < window[2]; w += 2) {
-          work->number.push_back(static_cast<int32_t>((t * window[1] + h) * window[2] + w));
-        }
-      }
-    }
-  }
-  work->plan.number = work->number.data();
-}
-
-void plan_taps(PlannedWork *work) {
-  order_taps(work);
-  Plan &plan = work->plan;
-  const int64_t *window = plan.window;
-  for (int64_t i = 0; i < padded(plan.taps); ++i) {
-    const int64_t j = work->number[static_cast<size_t>(std::min(i, plan.taps - 1))];
-    const int64_t at[3] = {j / (window[1] * window[2]), j / window[2] % window[1], j % window[2]};
-    for (int axis = 0; axis < 3; ++axis) {
-      const auto index = static_cast<float>(at[axis]);
-      work->index[axis].push_back(index);
-      work->centred[axis].push_back(index - static_cast<float>(window[axis] - 1) / 2);
-    }
-  }
-  for (int axis = 0; axis < 3; ++axis) {
-    plan.index[axis] = work->index[axis].data();
-    plan.centred[axis] = work->centred[axis].data();
-  }
-}
-
-void plan_places(PlannedWork *work) {
-  Plan &plan = work->plan;
-  const int64_t *grid = plan.grid, *window = plan.window;
-  for (int axis = 0; axis < 3; ++axis) {
-    const bool mixes =
-        plan.kind == MEGASLIDE_OFFSETS_SHIFT && plan.size[axis] > plan.window[axis];
-    plan.grid[axis] = plan.window[axis] + (mixes ? 1 : 0);
-  }
-  const bool rigid = plan.kind <= MEGASLIDE_OFFSETS_SHIFT;
-  plan.places = rigid ? window[0] * grid[1] * grid[2] : plan.taps;
-  for (int64_t i = 0; i < padded(plan.places); ++i) {
-    const bool column = i % grid[2] < window[2], row = i / grid[2] % grid[1] < window[1];
-    const bool tap = i < plan.places && (!rigid || (column && row));
-    work->holds_tap.push_back(tap ? 1.0f : 0.0f);
-  }
-  plan.holds_tap = work->holds_tap.data();
-  const int64_t cells = grid[0] * grid[1] * grid[2];
-  for (int64_t e = 0; e < padded(cells); ++e) {
-    const int64_t i = e < cells ? e : 0;
-    const int64_t line = i / (grid[1] * grid[2]) * plan.size[1] + i / grid[2] % grid[1];
-    work->beyond.push_back(static_cast<int32_t>(line * plan.size[2] + i % grid[2]));
-  }
-  plan.beyond = work->beyond.data();
-}
-
-void plan_tiles(Plan *plan) {
-  const int64_t video[3] = {2, 4, 8}, image[3] = {1, 8, 8};
-  for (int axis = 0; axis < 3; ++axis) {
-    plan->tile[axis] = plan->size[0] > 1 ? video[axis] : image[axis];
-    plan->tiles[axis] = (plan->size[axis] + plan->tile[axis] - 1) / plan->tile[axis];
-  }
-}
-
-void plan_work(const megaslide_attention_shape &shape, PlannedWork *work) {
-  Plan &plan = work->plan;
-  plan = {};
-  plan.batch = shape.batch;
-  plan.voxels = plan.taps = 1;
-  for (int axis = 0; axis < 3; ++axis) {
-    plan.size[axis] = shape.size[axis];
-    plan.window[axis] = shape.window[axis];
-    plan.voxels *= shape.size[axis];
-    plan.taps *= shape.window[axis];
-  }
-  plan.heads = shape.heads;
-  plan.head_dim = shape.head_dim;
-  plan.groups = shape.groups;
-  plan.extra = shape.extra;
-  plan.row = shape.heads * shape.head_dim;
-  plan.kind = shape.kind;
-  plan.dtype = shape.dtype;
-  plan.scale = shape.scale;
-  const int64_t channels[] = {0, 3, 12, 3 * plan.taps};
-  plan.channels = channels[shape.kind];
-  plan.capacity = shape.kind == MEGASLIDE_OFFSETS_NONE ? plan.taps : 8 * plan.taps;
-  plan_taps(work);
-  plan_places(work);
-  plan_tiles(&plan);
-  for (int64_t e = 0; e < padded(plan.extra); ++e) {
-    work->iota.push_back(static_cast<int32_t>(e < plan.extra ? e : 0));
-  }
-  plan.iota = work->iota.data();
-}
+// ---- memory -----------------------------------------------------------------------------------
 
 // A block per thread, on cache lines of its own.
 class ThreadScratch {
@@ -214,56 +111,114 @@ int64_t scratch_bytes(const Plan &plan, const Kernels &kernels) {
   return kernels.first == nullptr ? any : std::max(any, kernels.first->scratch_bytes(plan));
 }
 
+// ---- rows of one head -------------------------------------------------------------------------
+
+template <typename T>
+HeadRows<T> rows_at(const Plan &plan, void *block) {
+  const int64_t rows = plan.voxels * plan.head_dim, extra = plan.extra * plan.head_dim;
+  auto *at = static_cast<T *>(block);
+  return {at, at + rows, at + 2 * rows, at + 2 * rows + extra, at + 2 * (rows + extra)};
+}
+
+int64_t head_bytes(const Plan &plan, int64_t element) {
+  return 2 * (plan.voxels + plan.extra) * plan.head_dim * element;
+}
+
+int64_t element_bytes(const Plan &plan) { return plan.dtype == MEGASLIDE_FLOAT32 ? 4 : 2; }
+
+// Where row n of a batch element and head begins in an array with `count` rows for each.
+int64_t row_of(const Plan &plan, const Part &part, int64_t count, int64_t n) {
+  return (part.b * count + n) * plan.row + part.head * plan.head_dim;
+}
+
+// Copies rows [first, last) of `count`.
+template <typename T>
+void gather_rows(const Plan &plan, const Part &part, const void *from, int64_t count,
+                 int64_t first, int64_t last, T *to) {
+  for (int64_t n = first; n < last; ++n) {
+    const T *row = static_cast<const T *>(from) + row_of(plan, part, count, n);
+    std::copy_n(row, plan.head_dim, to + n * plan.head_dim);
+  }
+}
+
+// Gathers share `part.tile` of `shares` of the rows of k and v, and all extra keys with the first.
+template <typename T>
+void gather_keys(const Plan &plan, const Part &part, int64_t shares,
+                 const megaslide_attention_inputs &in, void *block) {
+  const HeadRows<T> to = rows_at<T>(plan, block);
+  const int64_t first = plan.voxels * part.tile / shares;
+  const int64_t last = plan.voxels * (part.tile + 1) / shares;
+  gather_rows(plan, part, in.k, plan.voxels, first, last, to.k);
+  gather_rows(plan, part, in.v, plan.voxels, first, last, to.v);
+  const int64_t extra = part.tile == 0 ? plan.extra : 0;
+  gather_rows(plan, part, in.extra_k, plan.extra, 0, extra, to.extra_k);
+  gather_rows(plan, part, in.extra_v, plan.extra, 0, extra, to.extra_v);
+}
+
+void gather_any(const Plan &plan, const Part &part, int64_t shares,
+                const megaslide_attention_inputs &in, void *block) {
+  (plan.dtype == MEGASLIDE_FLOAT32 ? gather_keys<float> : gather_keys<Bfloat16>)(plan, part, shares,
+                                                                                in, block);
+}
+
+HeadRows<const void> keys_at(const Plan &plan, void *block) {
+  if (plan.dtype == MEGASLIDE_FLOAT32) {
+    const auto rows = rows_at<float>(plan, block);
+    return {rows.k, rows.v, rows.extra_k, rows.extra_v, rows.end};
+  }
+  const auto rows = rows_at<Bfloat16>(plan, block);
+  return {rows.k, rows.v, rows.extra_k, rows.extra_v, rows.end};
+}
+
 // ---- forward ----------------------------------------------------------------------------------
 
 int64_t tile_count(const Plan &plan) { return plan.tiles[0] * plan.tiles[1] * plan.tiles[2]; }
 
-void run_forward(const Plan &plan, const ForwardArrays &arrays, int threads) {
+// As many heads at a time as give all threads several tiles.
+void run_forward(const Plan &plan, const megaslide_attention_inputs &in, void *out, float *lse,
+                 int threads) {
   const Kernels kernel = kernels(plan.dtype);
-  const int64_t tiles = tile_count(plan);
+  const int64_t tiles = tile_count(plan), heads = plan.batch * plan.heads;
+  const int64_t together = std::clamp<int64_t>(kTilesPerThread * threads / tiles, 1, heads);
   const ThreadScratch scratch(scratch_bytes(plan, kernel), threads);
-  parallel_for(plan.batch * plan.heads * tiles, threads, [&](int64_t item, int worker) {
-    const int64_t row = item / tiles;
-    const Part part{row / plan.heads, row % plan.heads, item % tiles};
-    void *own = scratch.of(worker);
-    if (kernel.first && kernel.first->forward(plan, arrays, part, own)) return;
-    kernel.any->forward(plan, arrays, part, own);
-  });
+  const ThreadScratch keys(head_bytes(plan, element_bytes(plan)), static_cast<int>(together));
+  const auto part_of = [&](int64_t head, int64_t tile) {
+    return Part{head / plan.heads, head % plan.heads, tile};
+  };
+  for (int64_t first = 0; first < heads; first += together) {
+    const int64_t count = std::min(together, heads - first);
+    parallel_for(count * threads, threads, [&](int64_t item, int) {
+      void *block = keys.of(static_cast<int>(item / threads));
+      gather_any(plan, part_of(first + item / threads, item % threads), threads, in, block);
+    });
+    parallel_for(count * tiles, threads, [&](int64_t item, int worker) {
+      const Part part = part_of(first + item / tiles, item % tiles);
+      const HeadRows<const void> own = keys_at(plan, keys.of(static_cast<int>(item / tiles)));
+      const ForwardArrays arrays = {in.q, in.offsets, own, out, lse};
+      void *block = scratch.of(worker);
+      if (kernel.first && kernel.first->forward(plan, arrays, part, block)) return;
+      kernel.any->forward(plan, arrays, part, block);
+    });
+  }
 }
 
 // ---- backward ---------------------------------------------------------------------------------
 
-// What the queries of one batch element and head add to: fp32, and rows that follow each other.
-struct Sums {
-  float *k, *v, *extra_k, *extra_v, *end;
-};
-
-Sums sums_at(const Plan &plan, void *block) {
-  const int64_t rows = plan.voxels * plan.head_dim, extra = plan.extra * plan.head_dim;
-  auto *at = static_cast<float *>(block);
-  return {at, at + rows, at + 2 * rows, at + 2 * rows + extra, at + 2 * (rows + extra)};
-}
-
-int64_t sum_bytes(const Plan &plan) {
-  return 2 * (plan.voxels + plan.extra) * plan.head_dim * static_cast<int64_t>(sizeof(float));
-}
-
 // Rounds `count` rows of a batch element and head to the gradient, an array of T like q or extra_k.
 template <typename T>
-void round_rows(const Plan &plan, int64_t count, const Part &part, const float *from, void *to) {
+void round_rows(const Plan &plan, const Part &part, const float *from, int64_t count, void *to) {
   for (int64_t n = 0; n < count; ++n, from += plan.head_dim) {
-    const int64_t row = (part.b * count + n) * plan.row + part.head * plan.head_dim;
-    narrow(from, plan.head_dim, static_cast<T *>(to) + row);
+    narrow(from, plan.head_dim, static_cast<T *>(to) + row_of(plan, part, count, n));
   }
 }
 
 template <typename T>
-void round_sums(const Plan &plan, const Part &part, const Sums &sums,
+void round_sums(const Plan &plan, const Part &part, const HeadRows<float> &sums,
                 const megaslide_attention_gradients &grad) {
-  round_rows<T>(plan, plan.voxels, part, sums.k, grad.k);
-  round_rows<T>(plan, plan.voxels, part, sums.v, grad.v);
-  round_rows<T>(plan, plan.extra, part, sums.extra_k, grad.extra_k);
-  round_rows<T>(plan, plan.extra, part, sums.extra_v, grad.extra_v);
+  round_rows<T>(plan, part, sums.k, plan.voxels, grad.k);
+  round_rows<T>(plan, part, sums.v, plan.voxels, grad.v);
+  round_rows<T>(plan, part, sums.extra_k, plan.extra, grad.extra_k);
+  round_rows<T>(plan, part, sums.extra_v, plan.extra, grad.extra_v);
 }
 
 // The gradient of a tile's offsets by one head: written by the first head of a group, and added to
@@ -298,34 +253,37 @@ class Progress {
   std::vector<std::atomic<int64_t>> tiles_;
 };
 
-void run_backward(const Plan &plan, const BackwardArrays &arrays,
-                  const megaslide_attention_gradients &grad, int threads) {
+void run_backward(const Plan &plan, const megaslide_attention_inputs &in,
+                  const BackwardArrays &arrays, const megaslide_attention_gradients &grad,
+                  int threads) {
   const Kernels kernel = kernels(plan.dtype);
-  const int64_t items = plan.batch * plan.heads, tiles = tile_count(plan);
+  const int64_t heads = plan.batch * plan.heads, tiles = tile_count(plan);
   const bool wanted = plan.kind != MEGASLIDE_OFFSETS_NONE && grad.offsets != nullptr;
-  threads = static_cast<int>(std::clamp<int64_t>(items, 1, threads));
+  threads = static_cast<int>(std::clamp<int64_t>(heads, 1, threads));
   const ThreadScratch scratch(scratch_bytes(plan, kernel), threads);
-  const ThreadScratch all_sums(sum_bytes(plan), threads);
+  const ThreadScratch keys(head_bytes(plan, element_bytes(plan)), threads);
+  const ThreadScratch sums(head_bytes(plan, sizeof(float)), threads);
   const ThreadScratch offsets(kTileQueries * plan.channels * int64_t{sizeof(float)}, threads);
-  Progress progress(items);
-  parallel_for(items, threads, [&](int64_t item, int worker) {
-    Part part{item / plan.heads, item % plan.heads, 0};
-    const Sums sums = sums_at(plan, all_sums.of(worker));
-    std::fill(sums.k, sums.end, 0.0f);
+  Progress progress(heads);
+  parallel_for(heads, threads, [&](int64_t head, int worker) {
+    Part part{head / plan.heads, head % plan.heads, 0};
+    gather_any(plan, part, 1, in, keys.of(worker));
     BackwardArrays own = arrays;
-    own.grad_k = sums.k, own.grad_v = sums.v;
-    own.grad_extra_k = sums.extra_k, own.grad_extra_v = sums.extra_v;
+    own.keys = keys_at(plan, keys.of(worker));
+    own.grad = rows_at<float>(plan, sums.of(worker));
     own.grad_offsets = wanted ? static_cast<float *>(offsets.of(worker)) : nullptr;
+    std::fill(own.grad.k, own.grad.end, 0.0f);
     for (; part.tile < tiles; ++part.tile) {
-      const bool done = kernel.first && kernel.first->backward(plan, own, part, scratch.of(worker));
-      if (!done) kernel.any->backward(plan, own, part, scratch.of(worker));
+      void *block = scratch.of(worker);
+      const bool done = kernel.first && kernel.first->backward(plan, own, part, block);
+      if (!done) kernel.any->backward(plan, own, part, block);
       if (!wanted) continue;
-      if (part.head % (plan.heads / plan.groups) > 0) progress.await(item - 1, part.tile + 1);
+      if (part.head % (plan.heads / plan.groups) > 0) progress.await(head - 1, part.tile + 1);
       add_offsets(plan, part, own.grad_offsets, grad.offsets);
-      progress.finish(item, part.tile + 1);
+      progress.finish(head, part.tile + 1);
     }
-    (plan.dtype == MEGASLIDE_FLOAT32 ? round_sums<float> : round_sums<Bfloat16>)(plan, part, sums,
-                                                                                 grad);
+    const auto round = plan.dtype == MEGASLIDE_FLOAT32 ? round_sums<float> : round_sums<Bfloat16>;
+    round(plan, part, own.grad, grad);
   });
 }
 
@@ -355,7 +313,7 @@ int32_t megaslide_attention_forward(const megaslide_attention_shape *shape,
     return MEGASLIDE_INVALID_ARGUMENT;
   }
   return planned(*shape, [&](const Plan &plan) {
-    run_forward(plan, {*inputs, out, lse}, shape->threads);
+    run_forward(plan, *inputs, out, lse, shape->threads);
   });
 }
 
@@ -371,9 +329,9 @@ int32_t megaslide_attention_backward(const megaslide_attention_shape *shape,
     return MEGASLIDE_INVALID_ARGUMENT;
   }
   return planned(*shape, [&](const Plan &plan) {
-    const BackwardArrays arrays = {*inputs, out,     lse,     grad_out, gradients->q,
-                                   nullptr, nullptr, nullptr, nullptr,  nullptr};
-    run_backward(plan, arrays, *gradients, shape->threads);
+    const BackwardArrays arrays = {inputs->q, inputs->offsets, {}, out, lse, grad_out,
+                                   gradients->q, {}, nullptr};
+    run_backward(plan, *inputs, arrays, *gradients, shape->threads);
   });
 }
 

@@ -1,8 +1,8 @@
 // What the driver (deformable_attention.cpp) and the kernels share.
 //
 // B batch, N = T*H*W voxels, K taps, E extra keys; axes are ordered (t, h, w). A "row" is the
-// head_dim elements of one voxel (or extra key) and head; rows of neighbours are `row` elements
-// apart. Queries are visited tile by tile, small boxes of the volume, so that those that follow
+// head_dim elements of one voxel (or extra key) and head; in q and out, those of neighbours are
+// `row` elements apart. Queries are visited tile by tile, small boxes of the volume, so that those that follow
 // each other read mostly the same rows.
 #pragma once
 
@@ -43,21 +43,31 @@ struct Plan {
   const int32_t *beyond;    // [padded grid] voxels of a rigid grid, counted from its first
 };
 
+// What belongs to one batch element and head, [voxels, head_dim] and [extra, head_dim]: rows that
+// follow each other, for those of several heads, a power of two apart, would share few cache sets.
+template <typename T>
+struct HeadRows {
+  T *k, *v, *extra_k, *extra_v, *end;
+};
+
 struct ForwardArrays {
-  megaslide_attention_inputs in;
+  const void *q;
+  const float *offsets;
+  HeadRows<const void> keys;
   void *out;
   float *lse;
 };
 
 struct BackwardArrays {
-  megaslide_attention_inputs in;
+  const void *q;
+  const float *offsets;
+  HeadRows<const void> keys;
   const void *out;
   const float *lse;
   const void *grad_out;
   void *grad_q;
-  // Of one batch element and head, [voxels, head_dim] and [extra, head_dim]: queries add to these.
-  float *grad_k, *grad_v, *grad_extra_k, *grad_extra_v;
-  float *grad_offsets;  // of one tile's queries, [queries, channels]; null where it is not wanted
+  HeadRows<float> grad;  // queries add to these
+  float *grad_offsets;   // of one tile's queries, [queries, channels]; null where it is not wanted
 };
 
 // The queries of one tile, one batch element and head.

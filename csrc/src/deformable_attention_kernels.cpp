@@ -153,13 +153,12 @@ void list_tile(const Plan &plan, const float *offsets, const Part &part, Scratch
   }
 }
 
-// Of rows that are `row` elements apart.
-inline Chunks chunks_of(const Plan &plan, const Scratch &s, int64_t row) {
-  return {s.chunks, s.chunk_count, lists(plan, s), row};
+inline Chunks chunks_of(const Plan &plan, const Scratch &s) {
+  return {s.chunks, s.chunk_count, lists(plan, s)};
 }
 
-inline Chunks extra_chunks_of(const Plan &plan, const Scratch &s, int64_t row) {
-  return {s.extra_chunks, padded(plan.extra) / kPad, plan.iota, row};
+inline Chunks extra_chunks_of(const Plan &plan, const Scratch &s) {
+  return {s.extra_chunks, padded(plan.extra) / kPad, plan.iota};
 }
 
 // ---- pieces -----------------------------------------------------------------------------------
@@ -181,14 +180,9 @@ inline void widen_row(const Bfloat16 *from, int64_t d, float *to) {
   for (int64_t c = 0; c < d; ++c) to[c] = widen(from[c]);
 }
 
-// Rows of one batch element and head.
-struct Rows {
-  int64_t volume, extra;  // first element, in arrays like q and like extra_k
-};
-
-inline Rows rows_of(const Plan &plan, const Part &part) {
-  const int64_t head = part.head * plan.head_dim;
-  return {part.b * plan.voxels * plan.row + head, part.b * plan.extra * plan.row + head};
+// First element of one batch element and head in an array like q.
+inline int64_t first_of(const Plan &plan, const Part &part) {
+  return part.b * plan.voxels * plan.row + part.head * plan.head_dim;
 }
 
 // The rows of a tile's queries in an array like q.
@@ -212,18 +206,17 @@ void narrow_rows(const Plan &plan, const Scratch &s, int64_t first, void *volume
 
 // From one query's scores to its weights; adds to `sum` what the extra keys give. Returns lse.
 template <typename T>
-float weigh_forward(const Plan &plan, const ForwardArrays &arrays, int64_t extra, int64_t i,
-                    Scratch *s) {
+float weigh_forward(const Plan &plan, const ForwardArrays &arrays, int64_t i, Scratch *s) {
   const RowProducts<T> &products = row_products<T>(plan.head_dim);
   const Visit &visit = s->visits[i];
   const int64_t d = plan.head_dim, places = padded(plan.places);
-  const Chunks keys = extra_chunks_of(plan, *s, plan.row);
+  const Chunks keys = extra_chunks_of(plan, *s);
   float *probability = s->query.probability;
   s->query.taps = visit.taps;
   const float *scores = place(visit.touched, s->scores + visit.at, s->box_scores);
   interpolate_query(plan, s->query, scores, s->query.score_grid, probability);
   if (plan.extra > 0) {
-    const T *rows = static_cast<const T *>(arrays.in.extra_k) + extra;
+    const T *rows = static_cast<const T *>(arrays.keys.extra_k);
     products.dots(keys, s->q + i * d, rows, d, probability + places);
   }
   const float lse = softmax(plan, probability);
@@ -232,7 +225,7 @@ float weigh_forward(const Plan &plan, const ForwardArrays &arrays, int64_t extra
   spread_query(plan, s->query, probability, weights);
   pack(visit.touched, weights, s->weights + visit.at);
   if (plan.extra > 0) {
-    const T *rows = static_cast<const T *>(arrays.in.extra_v) + extra;
+    const T *rows = static_cast<const T *>(arrays.keys.extra_v);
     products.combine(keys, probability + places, rows, d, s->sum + i * d);
   }
   return lse;
@@ -241,22 +234,21 @@ float weigh_forward(const Plan &plan, const ForwardArrays &arrays, int64_t extra
 template <typename T>
 bool forward(const Plan &plan, const ForwardArrays &arrays, const Part &part, void *block) {
   const RowProducts<T> &products = row_products<T>(plan.head_dim);
-  const auto &in = arrays.in;
-  const Rows rows = rows_of(plan, part);
+  const int64_t first = first_of(plan, part);
   const int64_t d = plan.head_dim;
   Scratch s;
   divide(plan, block, &s);
-  list_tile(plan, in.offsets, part, &s);
-  const Chunks chunks = chunks_of(plan, s, plan.row);
-  widen_rows<T>(plan, s, in.q, rows.volume, s.q);
-  products.dots(chunks, s.q, static_cast<const T *>(in.k) + rows.volume, d, s.scores);
+  list_tile(plan, arrays.offsets, part, &s);
+  const Chunks chunks = chunks_of(plan, s);
+  widen_rows<T>(plan, s, arrays.q, first, s.q);
+  products.dots(chunks, s.q, static_cast<const T *>(arrays.keys.k), d, s.scores);
   fill(s.sum, s.queries * d, 0.0f);
   for (int64_t i = 0; i < s.queries; ++i) {
     arrays.lse[(part.b * plan.voxels + s.visits[i].query.n) * plan.heads + part.head] =
-        weigh_forward<T>(plan, arrays, rows.extra, i, &s);
+        weigh_forward<T>(plan, arrays, i, &s);
   }
-  products.combine(chunks, s.weights, static_cast<const T *>(in.v) + rows.volume, d, s.sum);
-  narrow_rows<T>(plan, s, rows.volume, arrays.out);
+  products.combine(chunks, s.weights, static_cast<const T *>(arrays.keys.v), d, s.sum);
+  narrow_rows<T>(plan, s, first, arrays.out);
   return true;
 }
 
@@ -264,21 +256,21 @@ bool forward(const Plan &plan, const ForwardArrays &arrays, const Part &part, vo
 
 // One query's extra keys: adds to dq and to the extra keys' gradients.
 template <typename T>
-void backward_extra(const Plan &plan, const BackwardArrays &arrays, int64_t extra, float lse,
-                    float mean, int64_t i, const Scratch &s) {
+void backward_extra(const Plan &plan, const BackwardArrays &arrays, float lse, float mean,
+                    int64_t i, const Scratch &s) {
   const RowProducts<T> &products = row_products<T>(plan.head_dim);
   const int64_t d = plan.head_dim, places = padded(plan.places);
-  const T *extra_k = static_cast<const T *>(arrays.in.extra_k) + extra;
-  const T *extra_v = static_cast<const T *>(arrays.in.extra_v) + extra;
+  const T *extra_k = static_cast<const T *>(arrays.keys.extra_k);
+  const T *extra_v = static_cast<const T *>(arrays.keys.extra_v);
   const float *q = s.q + i * d, *grad_out = s.grad_out + i * d;
   float *probability = s.query.probability + places, *slope = s.query.slope + places;
-  const Chunks keys = extra_chunks_of(plan, s, plan.row), sums = extra_chunks_of(plan, s, d);
+  const Chunks keys = extra_chunks_of(plan, s);
   products.dots(keys, q, extra_k, d, probability);
   products.dots(keys, grad_out, extra_v, d, slope);
   slopes_of(plan, plan.extra, lse, mean, probability, slope);
   products.combine(keys, slope, extra_k, d, s.sum + i * d);
-  products.add_outer(sums, slope, q, d, arrays.grad_extra_k);
-  products.add_outer(sums, probability, grad_out, d, arrays.grad_extra_v);
+  products.add_outer(keys, slope, q, d, arrays.grad.extra_k);
+  products.add_outer(keys, probability, grad_out, d, arrays.grad.extra_v);
 }
 
 // From one query's products to its weights A and dA. `mean` is that of dP under P.
@@ -301,18 +293,17 @@ void weigh_backward(const Plan &plan, float lse, float mean, int64_t i, float *o
 template <typename T>
 bool backward(const Plan &plan, const BackwardArrays &arrays, const Part &part, void *block) {
   const RowProducts<T> &products = row_products<T>(plan.head_dim);
-  const auto &in = arrays.in;
-  const Rows rows = rows_of(plan, part);
-  const T *k = static_cast<const T *>(in.k) + rows.volume;
-  const T *v = static_cast<const T *>(in.v) + rows.volume;
+  const int64_t first = first_of(plan, part);
+  const T *k = static_cast<const T *>(arrays.keys.k);
+  const T *v = static_cast<const T *>(arrays.keys.v);
   const int64_t d = plan.head_dim;
   Scratch s;
   divide(plan, block, &s);
-  list_tile(plan, in.offsets, part, &s);
-  const Chunks chunks = chunks_of(plan, s, plan.row), sums = chunks_of(plan, s, d);
-  widen_rows<T>(plan, s, in.q, rows.volume, s.q);
-  widen_rows<T>(plan, s, arrays.grad_out, rows.volume, s.grad_out);
-  widen_rows<T>(plan, s, arrays.out, rows.volume, s.sum);
+  list_tile(plan, arrays.offsets, part, &s);
+  const Chunks chunks = chunks_of(plan, s);
+  widen_rows<T>(plan, s, arrays.q, first, s.q);
+  widen_rows<T>(plan, s, arrays.grad_out, first, s.grad_out);
+  widen_rows<T>(plan, s, arrays.out, first, s.sum);
   products.dots(chunks, s.q, k, d, s.scores);
   products.dots(chunks, s.grad_out, v, d, s.values);
   for (int64_t i = 0; i < s.queries; ++i) {
@@ -321,12 +312,12 @@ bool backward(const Plan &plan, const BackwardArrays &arrays, const Part &part, 
     const float mean = dot(s.grad_out + i * d, s.sum + i * d, d);
     fill(s.sum + i * d, d, 0.0f);
     weigh_backward(plan, lse, mean, i, offsets_at(plan, arrays, i), &s);
-    if (plan.extra > 0) backward_extra<T>(plan, arrays, rows.extra, lse, mean, i, s);
+    if (plan.extra > 0) backward_extra<T>(plan, arrays, lse, mean, i, s);
   }
   products.combine(chunks, s.slopes, k, d, s.sum);
-  products.add_outer(sums, s.slopes, s.q, d, arrays.grad_k);
-  products.add_outer(sums, s.weights, s.grad_out, d, arrays.grad_v);
-  narrow_rows<T>(plan, s, rows.volume, arrays.grad_q);
+  products.add_outer(chunks, s.slopes, s.q, d, arrays.grad.k);
+  products.add_outer(chunks, s.weights, s.grad_out, d, arrays.grad.v);
+  narrow_rows<T>(plan, s, first, arrays.grad_q);
   return true;
 }
 

@@ -353,7 +353,7 @@ struct Work {
   Widths width;
   Box box;
   int64_t voxels;                 // in the box
-  int64_t volume_row, extra_row;  // first element of the part's rows
+  int64_t first;  // element of the part's rows in an array like q
 };
 
 // False where the tile is not for this kernel.
@@ -372,20 +372,18 @@ bool begin(const float *offsets, void *block, Work *work) {
   work->width = widths_of(plan, columns);
   divide(plan, work->width, block, &work->s);
   list_box(plan, work->box, work->s.voxel);
-  const int64_t head = work->part.head * plan.head_dim;
-  work->volume_row = work->part.b * plan.voxels * plan.row + head;
-  work->extra_row = work->part.b * plan.extra * plan.row + head;
+  work->first = work->part.b * plan.voxels * plan.row + work->part.head * plan.head_dim;
   return true;
 }
 
-// Sets s.rows to the rows of the columns in arrays like k and like extra_k.
+// Sets s.rows to the rows of the columns: voxels, then extra keys.
 void find_rows(const Work &work, const void *volume, const void *extra) {
-  const auto *from = static_cast<const uint16_t *>(volume) + work.volume_row;
+  const auto *from = static_cast<const uint16_t *>(volume);
   const Plan &plan = work.plan;
   int64_t c = 0;
-  for (; c < work.voxels; ++c) work.s.rows[c] = from + work.s.voxel[c] * plan.row;
+  for (; c < work.voxels; ++c) work.s.rows[c] = from + work.s.voxel[c] * plan.head_dim;
   for (int64_t e = 0; e < plan.extra; ++e, ++c) {
-    work.s.rows[c] = static_cast<const uint16_t *>(extra) + work.extra_row + e * plan.row;
+    work.s.rows[c] = static_cast<const uint16_t *>(extra) + e * plan.head_dim;
   }
   for (; c < work.width.columns; ++c) work.s.rows[c] = nullptr;
 }
@@ -393,7 +391,7 @@ void find_rows(const Work &work, const void *volume, const void *extra) {
 // Rows [first, first + count) of the tile's queries in an array like q; null beyond the last.
 void find_queries(const Work &work, const void *array, int64_t first, int64_t count,
                   const uint16_t **rows) {
-  const auto *from = static_cast<const uint16_t *>(array) + work.volume_row;
+  const auto *from = static_cast<const uint16_t *>(array) + work.first;
   for (int64_t i = 0; i < count; ++i) {
     const bool beyond = first + i >= work.tile.count;
     const int64_t n = beyond ? 0 : query_at(work.plan, work.tile, first + i).n;
@@ -406,28 +404,28 @@ inline void round_row(const float *from, int64_t d, uint16_t *to) {
 }
 
 bool forward(const Plan &plan, const ForwardArrays &arrays, const Part &part, void *block) {
-  Work work = {plan, part, tile_at(plan, part.tile), {}, {}, {}, 0, 0, 0};
-  if (!begin(arrays.in.offsets, block, &work)) return false;
+  Work work = {plan, part, tile_at(plan, part.tile), {}, {}, {}, 0, 0};
+  if (!begin(arrays.offsets, block, &work)) return false;
   const TileRegisters registers;
   const Scratch &s = work.s;
   const int64_t d = plan.head_dim, width = work.width.d, stride = work.width.stride;
   const int64_t columns = work.width.columns, places = padded(plan.places);
-  find_rows(work, arrays.in.k, arrays.in.extra_k);
+  find_rows(work, arrays.keys.k, arrays.keys.extra_k);
   pack_columns(s.rows, columns, d, width, s.key_columns);
-  find_rows(work, arrays.in.v, arrays.in.extra_v);
+  find_rows(work, arrays.keys.v, arrays.keys.extra_v);
   pack_pairs(s.rows, columns, d, width, s.pair_rows);
   float *line = s.line[0][0], *probability = s.query.probability;
   fill(line, stride, 0.0f);
   for (int64_t first = 0; first < work.tile.count; first += kRows) {
     const uint16_t *rows[kRows];
-    find_queries(work, arrays.in.q, first, kRows, rows);
+    find_queries(work, arrays.q, first, kRows, rows);
     pack_left(rows, d, width, s.left);
     multiply_columns(s.left, s.key_columns, columns, width, stride, s.scores);
     const int64_t last = first + kRows < work.tile.count ? first + kRows : work.tile.count;
     for (int64_t i = first; i < last; ++i) {
       const Query query = query_at(plan, work.tile, i);
       Taps *taps = &work.s.query.taps;
-      place_query(plan, arrays.in.offsets, part, query, taps);
+      place_query(plan, arrays.offsets, part, query, taps);
       find_in_box(plan, work.box, taps);
       const float *scores = s.scores + (i - first) * stride;
       interpolate_query(plan, s.query, scores, s.query.score_grid, probability);
@@ -441,7 +439,7 @@ bool forward(const Plan &plan, const ForwardArrays &arrays, const Part &part, vo
     }
     multiply_rows(s.weights, stride, s.pair_rows, columns, width, s.sum);
     for (int64_t i = first; i < last; ++i) {
-      auto *out = static_cast<uint16_t *>(arrays.out) + work.volume_row;
+      auto *out = static_cast<uint16_t *>(arrays.out) + work.first;
       round_row(s.sum + (i - first) * width, d, out + query_at(plan, work.tile, i).n * plan.row);
     }
   }
@@ -459,7 +457,7 @@ void weigh_queries(const BackwardArrays &arrays, int64_t first, int64_t last,
   float *p = s.query.probability + places, *slope = s.query.slope + places;
   for (int64_t i = first; i < last; ++i) {
     const Query query = query_at(plan, work->tile, i);
-    place_query(plan, arrays.in.offsets, work->part, query, &work->s.query.taps);
+    place_query(plan, arrays.offsets, work->part, query, &work->s.query.taps);
     find_in_box(plan, work->box, &work->s.query.taps);
     const int64_t at = (work->part.b * plan.voxels + query.n) * plan.heads + work->part.head;
     const float lse = arrays.lse[at];
@@ -498,9 +496,9 @@ void add_products(const BackwardArrays &arrays, const Work &work) {
       for (int64_t c = 0; c < work.width.columns; ++c) pairs[pair * stride + c] = 0;
     }
   }
-  const void *const queries[] = {arrays.grad_out, arrays.in.q};
-  float *const volumes[] = {arrays.grad_v, arrays.grad_k};
-  float *const extras[] = {arrays.grad_extra_v, arrays.grad_extra_k};
+  const void *const queries[] = {arrays.grad_out, arrays.q};
+  float *const volumes[] = {arrays.grad.v, arrays.grad.k};
+  float *const extras[] = {arrays.grad.extra_v, arrays.grad.extra_k};
   for (int which = 0; which < 2; ++which) {
     const uint16_t *rows[kTileQueries];
     find_queries(work, queries[which], 0, kTileQueries, rows);
@@ -526,15 +524,15 @@ void add_products(const BackwardArrays &arrays, const Work &work) {
 }
 
 bool backward(const Plan &plan, const BackwardArrays &arrays, const Part &part, void *block) {
-  Work work = {plan, part, tile_at(plan, part.tile), {}, {}, {}, 0, 0, 0};
-  if (!begin(arrays.in.offsets, block, &work)) return false;
+  Work work = {plan, part, tile_at(plan, part.tile), {}, {}, {}, 0, 0};
+  if (!begin(arrays.offsets, block, &work)) return false;
   const TileRegisters registers;
   const Scratch &s = work.s;
   const int64_t d = plan.head_dim, width = work.width.d, stride = work.width.stride;
   const int64_t columns = work.width.columns;
-  find_rows(work, arrays.in.v, arrays.in.extra_v);
+  find_rows(work, arrays.keys.v, arrays.keys.extra_v);
   pack_columns(s.rows, columns, d, width, s.value_columns);
-  find_rows(work, arrays.in.k, arrays.in.extra_k);
+  find_rows(work, arrays.keys.k, arrays.keys.extra_k);
   pack_columns(s.rows, columns, d, width, s.key_columns);
   pack_pairs(s.rows, columns, d, width, s.pair_rows);
   for (auto &of_query : s.line) {
@@ -542,7 +540,7 @@ bool backward(const Plan &plan, const BackwardArrays &arrays, const Part &part, 
   }
   for (int64_t first = 0; first < work.tile.count; first += kRows) {
     const uint16_t *q[kRows], *grad_out[kRows], *out[kRows];
-    find_queries(work, arrays.in.q, first, kRows, q);
+    find_queries(work, arrays.q, first, kRows, q);
     find_queries(work, arrays.grad_out, first, kRows, grad_out);
     find_queries(work, arrays.out, first, kRows, out);
     pack_left(q, d, width, s.left);
@@ -553,7 +551,7 @@ bool backward(const Plan &plan, const BackwardArrays &arrays, const Part &part, 
     weigh_queries(arrays, first, last, grad_out, out, &work);
     multiply_rows(s.weights, stride, s.pair_rows, columns, width, s.sum);
     for (int64_t i = first; i < last; ++i) {
-      auto *to = static_cast<uint16_t *>(arrays.grad_q) + work.volume_row;
+      auto *to = static_cast<uint16_t *>(arrays.grad_q) + work.first;
       round_row(s.sum + (i - first) * width, d, to + query_at(plan, work.tile, i).n * plan.row);
     }
   }

@@ -107,13 +107,7 @@ struct Chunks {
   const Chunk *chunk;
   int64_t count;
   const int32_t *index;
-  int64_t stride;  // elements between rows
 
-  // The row from which a chunk's numbers count, and these.
-  template <typename T>
-  MEGASLIDE_INLINE T *origin(const Chunk &of, T *rows) const {
-    return rows + of.first * stride;
-  }
   MEGASLIDE_INLINE const int32_t *numbers(const Chunk &of) const { return index + of.index; }
 };
 
@@ -124,13 +118,13 @@ void dots(const Chunks &chunks, const float *x, const T *rows, int64_t d, float 
   for (int64_t i = 0; i < chunks.count; ++i) {
     const Chunk chunk = chunks.chunk[i];
     const float *own = x + chunk.query * width;
-    const T *const from = chunks.origin(chunk, rows);
+    const T *const from = rows + chunk.first * width;
     const int32_t *const number = chunks.numbers(chunk);
     for (int64_t e = 0; e < kPad; e += W) {
       Vec<W> parts[W];
       MEGASLIDE_UNROLL(16)
       for (int lane = 0; lane < W; ++lane) {
-        const T *row = from + number[e + lane] * chunks.stride;
+        const T *row = from + number[e + lane] * width;
         Vec<W> sum = load<W>(own) * load_row<W>(row);
         MEGASLIDE_UNROLL(8)
         for (int64_t c = W; c < width; c += W) sum += load<W>(own + c) * load_row<W>(row + c);
@@ -152,12 +146,12 @@ void combine(const Chunks &chunks, const float *weight, const T *rows, int64_t d
     const int32_t *const number = chunks.numbers(chunk);
     const float *const by = weight + chunk.at;
     for (int64_t column = 0; column < width; column += kBlock * W) {
-      const T *const from = chunks.origin(chunk, rows) + column;
+      const T *const from = rows + chunk.first * width + column;
       Vec<W> sum[kChains][kBlock] = {};
       for (int64_t e = 0; e < chunk.count; e += kChains) {
         MEGASLIDE_UNROLL(4)
         for (int chain = 0; chain < kChains; ++chain) {
-          const T *row = from + number[e + chain] * chunks.stride;
+          const T *row = from + number[e + chain] * width;
           MEGASLIDE_UNROLL(32)
           for (int c = 0; c < kBlock; ++c) {
             sum[chain][c] += by[e + chain] * load_row<W>(row + c * W);
@@ -185,14 +179,14 @@ void add_outer(const Chunks &chunks, const float *weight, const float *x, int64_
     const int32_t *const number = chunks.numbers(chunk);
     const float *const by = weight + chunk.at;
     for (int64_t column = 0; column < width; column += kBlock * W) {
-      float *const from = chunks.origin(chunk, rows) + column;
+      float *const from = rows + chunk.first * width + column;
       Vec<W> kept[kBlock];
       MEGASLIDE_UNROLL(32)
       for (int c = 0; c < kBlock; ++c) {
         kept[c] = load<W>(x + chunk.query * width + column + c * W);
       }
       for (int64_t e = 0; e < chunk.count; ++e) {
-        float *row = from + number[e] * chunks.stride;
+        float *row = from + number[e] * width;
         MEGASLIDE_UNROLL(32)
         for (int c = 0; c < kBlock; ++c) {
           store<W>(row + c * W, load<W>(row + c * W) + by[e] * kept[c]);
@@ -224,12 +218,12 @@ void narrow_dots(const Chunks &chunks, const float *x, const Bfloat16 *rows, int
     const Chunk chunk = chunks.chunk[i];
     __m512bh kept[D / kNarrow];
     for (int c = 0; c < D / kNarrow; ++c) kept[c] = rounded(x + chunk.query * D + c * kNarrow);
-    const Bfloat16 *const from = chunks.origin(chunk, rows);
+    const Bfloat16 *const from = rows + int64_t{chunk.first} * D;
     const int32_t *const number = chunks.numbers(chunk);
     Floats parts[kLanes];
     MEGASLIDE_UNROLL(16)
     for (int lane = 0; lane < kLanes; ++lane) {
-      const Bfloat16 *row = from + number[lane] * chunks.stride;
+      const Bfloat16 *row = from + int64_t{number[lane]} * D;
       __m512 sum = _mm512_setzero_ps();
       MEGASLIDE_UNROLL(8)
       for (int c = 0; c < D / kNarrow; ++c) {
@@ -266,7 +260,7 @@ void narrow_combine(const Chunks &chunks, const float *weight, const Bfloat16 *r
   const __m512i next = _mm512_add_epi32(from, _mm512_set1_epi32(8));
   for (int64_t i = 0; i < chunks.count; ++i) {
     const Chunk chunk = chunks.chunk[i];
-    const Bfloat16 *const origin = chunks.origin(chunk, rows);
+    const Bfloat16 *const origin = rows + int64_t{chunk.first} * D;
     const int32_t *const number = chunks.numbers(chunk);
     alignas(64) int32_t pairs[kLanes];
     const auto narrowed = _mm512_cvtneps_pbh(load<kLanes>(weight + chunk.at));
@@ -275,8 +269,8 @@ void narrow_combine(const Chunks &chunks, const float *weight, const Bfloat16 *r
     for (__m512 &one : sum) one = _mm512_setzero_ps();
     for (int e = 0; e < chunk.count; e += 2) {
       const auto both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pairs[e / 2]));
-      add_pair_of_rows<kSums>(both, origin + number[e] * chunks.stride,
-                              origin + number[e + 1] * chunks.stride, sum);
+      add_pair_of_rows<kSums>(both, origin + int64_t{number[e]} * D,
+                              origin + int64_t{number[e + 1]} * D, sum);
     }
     float *to = y + chunk.query * D;
     for (int c = 0; c < kSums; c += 2, to += kNarrow) {
