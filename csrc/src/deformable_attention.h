@@ -2,8 +2,8 @@
 //
 // B batch, N = T*H*W voxels, K taps, E extra keys; axes are ordered (t, h, w). A "row" is the
 // head_dim elements of one voxel (or extra key) and head; in q and out, those of neighbours are
-// `row` elements apart. Queries are visited tile by tile, small boxes of the volume, so that those that follow
-// each other read mostly the same rows.
+// `row` elements apart. Queries are visited tile by tile, small boxes of the volume, so that those
+// that follow each other read mostly the same rows.
 #pragma once
 
 #include <cstdint>

@@ -32,7 +32,7 @@ struct Scratch {
   Chunk *extra_chunks;              // of the extra keys of one query
   float *q, *grad_out, *sum;        // [queries, head_dim] rows and results in fp32
   float *scores, *values;           // [queries, capacity] s and g over the lists
-  float *weights, *slopes;          // the same of A and dA
+  float *weights, *slopes;          // of A and dA; in place of s and g, but for rigid grids
   float *box_scores, *box_values;   // [capacity] one query's, over its box
   float *box_weights, *box_slopes;
 };
@@ -53,7 +53,8 @@ int64_t divide(const Plan &plan, void *block, Scratch *scratch) {
     visit.taps = scratch->query.taps;
     if (!rigid(plan)) take_taps(plan, &arena, &visit.taps);
   }
-  const int64_t capacity = padded(plan.capacity), all = kTileQueries * capacity + kSlack;
+  const int64_t capacity = padded(plan.capacity);
+  const int64_t all = kTileQueries * (capacity + kPad) + kSlack;
   scratch->lines = arena.take<uint64_t>(most_lines(plan));
   for (int32_t *&runs : scratch->runs) {
     runs = arena.take<int32_t>(kTileQueries * (most_lines(plan) + 1));
@@ -66,9 +67,10 @@ int64_t divide(const Plan &plan, void *block, Scratch *scratch) {
   scratch->extra_chunks = arena.take<Chunk>(padded(plan.extra) / kPad);
   float **const rows[] = {&scratch->q, &scratch->grad_out, &scratch->sum};
   for (float **row : rows) *row = arena.take<float>(kTileQueries * plan.head_dim);
-  float **const lists[] = {&scratch->scores, &scratch->values, &scratch->weights,
-                           &scratch->slopes};
-  for (float **list : lists) *list = arena.take<float>(all);
+  scratch->scores = arena.take<float>(all);
+  scratch->values = arena.take<float>(all);
+  scratch->weights = rigid(plan) ? arena.take<float>(all) : scratch->scores;
+  scratch->slopes = rigid(plan) ? arena.take<float>(all) : scratch->values;
   float **const boxes[] = {&scratch->box_scores, &scratch->box_values, &scratch->box_weights,
                            &scratch->box_slopes};
   for (float **box : boxes) *box = arena.take<float>(capacity + kSlack);
@@ -142,7 +144,7 @@ void list_tile(const Plan &plan, const float *offsets, const Part &part, Scratch
       visit.first = 0;
       visit.count = list_voxels(plan, &visit.taps, &visit.touched, s->voxel + at);
     }
-    at += padded(visit.count);
+    at += padded(visit.count) + kPad;  // pack() writes beyond a list's end, where s and g still are
     runs += visit.touched.runs + 1;
   }
   sort_chunks(cut_lists(plan, s), s);

@@ -18,7 +18,7 @@ constexpr int64_t kLongestLine = 64;  // bits of a line's mask
 struct Touched {
   uint64_t *lines;      // [lines of the box] bit w: voxel w is touched
   int32_t *list, *box;  // [runs + 1] where a run begins in the list and in the box
-  int64_t runs;         // 0: the list is the box
+  int64_t runs;         // 0: a rigid grid, whose list is the box
   int64_t cells;        // of the box
 };
 
@@ -89,10 +89,14 @@ inline int64_t list_voxels(const Plan &plan, Taps *taps, Touched *touched, int32
     if (lines) {
       mark_lines(plan, box, *taps, touched->lines);
       count = list_runs(plan, box, touched, voxel);
-      if (count == touched->cells) touched->runs = 0;
     } else {
       list_box(plan, box, voxel);
     }
+  }
+  if (count == touched->cells) {  // the list is the box
+    touched->runs = 1;
+    touched->list[0] = touched->box[0] = 0;
+    touched->list[1] = static_cast<int32_t>(count);
   }
   for (int64_t e = count; e < padded(count); ++e) voxel[e] = voxel[0];
   return count;
