@@ -1,6 +1,7 @@
 """Checkpoints appear whole or not at all, and are found by the path a user would give."""
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,51 @@ def test_unfinished_missing_and_empty_folders_are_named(tmp_path: Path) -> None:
         runs.find_checkpoint(tmp_path)
     with pytest.raises(InputError, match="no such folder"):
         runs.find_checkpoint(tmp_path / "nowhere")
+
+
+def test_a_model_beside_the_checkpoints_does_not_hide_them(tmp_path: Path) -> None:
+    publish(tmp_path, 3)
+    (tmp_path / "transformer").mkdir()  # as `megaslide export RUN RUN` writes it
+    assert runs.find_checkpoint(tmp_path).name == "checkpoint-3"
+
+
+def test_only_one_process_trains_into_a_folder(tmp_path: Path) -> None:
+    run = tmp_path / "new" / "run"
+    with runs.occupied(run), pytest.raises(InputError, match="another process"), runs.occupied(run):
+        pass
+    with runs.occupied(run):
+        pass
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    publish(tmp_path, 3)
+    (tmp_path / ".partial-checkpoint-500").mkdir()
+    write(tmp_path / ".partial-checkpoint-500")
+    with runs.occupied(tmp_path):
+        assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+def test_a_second_ctrl_c_while_saving_leaves_nothing_behind(tmp_path: Path) -> None:
+    def interrupted(folder: Path) -> None:
+        write(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        publish(tmp_path, 2, write=interrupted)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_half_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(tmp_path, 1)
+    remove = shutil.rmtree
+
+    def killed_on_the_way(folder: Path, ignore_errors: bool = False) -> None:
+        if folder.name == "checkpoint-1":
+            remove(folder / "transformer")
+            raise SystemExit
+        remove(folder, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", killed_on_the_way)
+    with pytest.raises(SystemExit):
+        publish(tmp_path, 2, limit=1)
+    assert [c.name for c in runs.checkpoints(tmp_path)] == ["checkpoint-2"]

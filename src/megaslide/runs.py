@@ -5,12 +5,14 @@ marker, so whoever finds it can trust it. The same place answers "which checkpoi
 mean", for resuming and for sampling alike.
 """
 
+import fcntl
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,42 @@ logger = logging.getLogger(__name__)
 COMPLETE = "COMPLETE"
 STATE = "trainer_state.json"
 CONFIG = "config.yaml"
+_PARTIAL = ".partial-"
+
+
+@contextmanager
+def occupied(run: Path) -> Iterator[None]:
+    """Make the folder; within, no other process trains into it, where its disk knows locks.
+
+    What a killed process left of an unfinished checkpoint is removed.
+
+    Raises:
+        InputError: another process is at it.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    folder = os.open(run, os.O_RDONLY)
+    try:
+        if _lock(run, folder):
+            for partial in run.glob(f"{_PARTIAL}*"):
+                shutil.rmtree(partial)
+        yield
+    finally:
+        os.close(folder)  # and with it the lock, also when the process is killed
+
+
+def _lock(run: Path, folder: int) -> bool:
+    """Whether the open folder is locked now; some network disks cannot."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(
+            f"{run}: another process is training into this folder",
+            "wait until it ends, or set another output_dir",
+        ) from None
+    except OSError as error:
+        logger.warning("%s cannot be locked: %s", run, error.strerror)
+        return False
+    return True
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -43,18 +81,17 @@ def find_checkpoint(source: Path) -> Path:
         raise InputError(f"{source}: no such folder", "give a run's folder or a checkpoint-N in it")
     if (source / COMPLETE).exists():
         return source
+    if found := checkpoints(source):
+        return found[-1]
     if (source / "transformer").is_dir() or source.name.startswith("checkpoint-"):
         raise InputError(
             f"{source}: no {COMPLETE} file, so saving it did not finish",
             "use an earlier checkpoint, or the run's folder for the latest complete one",
         )
-    found = checkpoints(source)
-    if not found:
-        raise InputError(
-            f"{source}: holds no complete checkpoint-N folder",
-            "train first, or give another folder",
-        )
-    return found[-1]
+    raise InputError(
+        f"{source}: holds no complete checkpoint-N folder",
+        "train first, or give another folder",
+    )
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -87,9 +124,9 @@ def publish(
         InputError: the disk is too full; earlier checkpoints are untouched.
     """
     target = run / f"checkpoint-{step}"
-    require_space(run, needed_bytes, f"saving {target.name}")
-    partial = run / f".partial-{target.name}"
+    partial = run / f"{_PARTIAL}{target.name}"
     shutil.rmtree(partial, ignore_errors=True)
+    require_space(run, needed_bytes, f"saving {target.name}")
     partial.mkdir(parents=True)
     try:
         write(partial)
@@ -97,7 +134,7 @@ def publish(
         _sync(partial)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(partial, target)
-    except Exception as error:
+    except BaseException as error:  # a second Ctrl-C too
         shutil.rmtree(partial, ignore_errors=True)
         if is_disk_full(error):
             raise _disk_full(run, needed_bytes, f"saving {target.name}") from error
@@ -133,4 +170,5 @@ def _prune(run: Path, limit: int | None) -> None:
         return
     for folder in checkpoints(run)[:-limit]:
         logger.info("removing %s: checkpoints_total_limit is %d", folder, limit)
+        (folder / COMPLETE).unlink()  # first: a kill on the way must not leave half of one as whole
         shutil.rmtree(folder)

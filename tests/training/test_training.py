@@ -223,6 +223,21 @@ def test_an_old_run_is_not_overwritten(cache: Path, whole: TrainResult) -> None:
         train(configure(whole.checkpoint.parent, cache))
 
 
+def test_a_folder_holds_one_history(cache: Path, tmp_path: Path, whole: TrainResult) -> None:
+    """Beside a later checkpoint, a new one would be deleted as the oldest."""
+    train(configure(tmp_path, cache, train__max_train_steps=2, train__checkpointing_steps=1))
+    for source in (tmp_path / "checkpoint-1", whole.checkpoint):
+        options = {"train__resume_from_checkpoint": source, "train__checkpoints_total_limit": 1}
+        with pytest.raises(InputError, match="holds checkpoint-2 of an earlier run"):
+            train(configure(tmp_path, cache, train__max_train_steps=3, **options))
+    for source in (tmp_path, tmp_path / "checkpoint-2"):
+        before = (tmp_path / "checkpoint-2").stat().st_ino
+        options = {"train__resume_from_checkpoint": source, "train__max_train_steps": 2}
+        result = train(configure(tmp_path, cache, **options))
+        assert result.checkpoint.samefile(tmp_path / "checkpoint-2")
+        assert (tmp_path / "checkpoint-2").stat().st_ino == before  # not written again
+
+
 def test_resume_refuses_unfinished_and_foreign_checkpoints(
     cache: Path, tmp_path: Path, whole: TrainResult
 ) -> None:
@@ -235,6 +250,10 @@ def test_resume_refuses_unfinished_and_foreign_checkpoints(
         train(configure(tmp_path / "x", cache, model__num_layers=3, **source))
     with pytest.raises(InputError, match=r"attention\.kind='auto', this run has 'dense'"):
         train(configure(tmp_path / "x", cache, attention__kind="dense", **source))
+    bf16 = {"train__mixed_precision": "bf16", "train__max_train_steps": 1}
+    source = {"train__resume_from_checkpoint": train(configure(tmp_path, cache, **bf16)).checkpoint}
+    with pytest.raises(InputError, match=r"train\.mixed_precision='bf16', this run has 'no'"):
+        train(configure(tmp_path / "x", cache, train__mixed_precision="no", **source))
 
 
 def test_disk_full_is_said_before_training(

@@ -71,11 +71,11 @@ def train_planned(planned: RunPlan, on_progress: Progress | None = None) -> Trai
     """
     config = planned.config
     run = Path(config.output_dir)
-    source = _resume_source(config)
     with ExitStack() as stack:
+        stack.enter_context(runs.occupied(run))
+        source = _resume_source(config)
         trainer = Trainer(planned)
         stack.callback(trainer.close)
-        run.mkdir(parents=True, exist_ok=True)
         runs.require_space(run, trainer.checkpoint_bytes, "one checkpoint")
         if source is not None:
             trainer.resume(source)
@@ -91,7 +91,9 @@ def run_loop(
     trainer: Trainer, log: RunLog, stopped: threading.Event, on_progress: Progress | None
 ) -> TrainResult:
     """Step until the configured end or `stopped`; the last state is always saved."""
-    config, checkpoint, result = trainer.config, None, None
+    config, result = trainer.config, None
+    held = runs.checkpoints(trainer.run)
+    checkpoint = held[-1] if held else None  # the state now, if there is one: see _resume_source
     seconds, first = [0.0], trainer.step
     if first == 0 and (result := trainer.validate()) is not None:
         log.log(0, {"eval/loss": result.loss})
@@ -130,18 +132,22 @@ def _due(step: int, every: int | None) -> bool:
 
 
 def _resume_source(config: Config) -> Path | None:
-    """The checkpoint to continue from; a new run must not write into an old one's folder."""
+    """The checkpoint to continue from: if the folder holds any, the latest of them.
+
+    Beside a later checkpoint of another history, `latest` would name the wrong one, and the limit
+    would delete the new one as the oldest.
+    """
     run, wanted = Path(config.output_dir), config.train.resume_from_checkpoint
-    if wanted is None:
-        if runs.checkpoints(run):
-            raise InputError(
-                f"{run}: holds {runs.checkpoints(run)[-1].name} of an earlier run",
-                "set train.resume_from_checkpoint=latest to continue it, or another output_dir",
-            )
-        return None
+    held = runs.checkpoints(run)
     if wanted == "latest":
-        return runs.find_checkpoint(run) if runs.checkpoints(run) else None
-    return runs.find_checkpoint(Path(wanted))
+        return held[-1] if held else None
+    source = None if wanted is None else runs.find_checkpoint(Path(wanted))
+    if held and (source is None or not source.samefile(held[-1])):
+        raise InputError(
+            f"{run}: holds {held[-1].name} of an earlier run",
+            "set train.resume_from_checkpoint=latest to continue it, or another output_dir",
+        )
+    return source
 
 
 @contextmanager

@@ -252,7 +252,7 @@ class Trainer:
         """Continue bit-exactly from a checkpoint of this configuration.
 
         Raises:
-            InputError: another model or data setting; names the first that differs.
+            InputError: another model, data setting or precision; names the first that differs.
         """
         state = runs.read_state(checkpoint)
         _require_same(checkpoint, Config.model_validate(state["config"]), self.config)
@@ -347,10 +347,13 @@ def _decode(text: str) -> torch.Tensor:
 
 
 def _require_same(checkpoint: Path, saved: Config, current: Config) -> None:
-    """What changes the weights' meaning or the order of data must not change on resume."""
-    for section in ("model", "attention", "data"):
+    """What changes the weights' meaning or the order of data must not change on resume.
+
+    Nor the precision: the weights of a bf16 run are not its masters.
+    """
+    for section in ("model", "attention", "data", "train"):
         old, new = getattr(saved, section), getattr(current, section)
-        for key in type(old).model_fields:
+        for key in ("mixed_precision",) if section == "train" else type(old).model_fields:
             if key in ("backend", "path", "cache_dir"):
                 continue
             if getattr(old, key) != getattr(new, key):
