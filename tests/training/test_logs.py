@@ -83,9 +83,10 @@ def test_resume_drops_what_is_about_to_happen_again(tmp_path: Path) -> None:
 
 
 def test_new_run_in_a_used_folder_starts_a_new_history(tmp_path: Path) -> None:
-    write_losses(tmp_path, range(1, 4), 0.0)
-    write_losses(tmp_path, range(1, 3), 0.5)
-    assert losses(tmp_path) == [(1, 1.5), (2, 2.5)]
+    write_losses(tmp_path, range(4), 0.0)  # step 0 is evaluated before the first update
+    write_losses(tmp_path, range(3), 0.5)
+    assert losses(tmp_path) == [(0, 0.5), (1, 1.5), (2, 2.5)]
+    assert sum("machine" in record for record in read_log(tmp_path)) == 1
 
 
 def test_line_torn_by_a_crash_is_left_out(tmp_path: Path) -> None:
@@ -142,6 +143,17 @@ def test_tensorboard_reads_back_scalars_and_images_of_a_resumed_run(tmp_path: Pa
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1), (2, 2), (3, 3.5)]
     image = events.Images("samples/sheet")[-1]
     assert (image.width, image.height, image.encoded_image_string) == (6, 4, png(6, 4))
+
+
+def test_tensorboard_shows_a_new_run_alone(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for value in (1.0, 2.0):
+        with RunLog(tmp_path, "tensorboard", CONFIG) as log:
+            log.log(0, {"eval/loss": value})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [e.value for e in events.Scalars("eval/loss")] == [2.0]
 
 
 class FakeWandb(types.ModuleType):

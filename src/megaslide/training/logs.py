@@ -70,7 +70,8 @@ class RunLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / LOG_NAME
         self._destination = _destination(report_to, folder, config, start_step)
-        _drop_after(self.path, start_step)
+        # A new run drops step 0 too: it evaluates there, as an attempt without a checkpoint did.
+        _drop_after(self.path, start_step or -1)
         self._file = self.path.open("a", encoding="utf-8")
         # One line per start: a run continued on another machine has two, and speeds change there.
         self._write(start_step, {"machine": probe(folder).to_dict()})
@@ -175,7 +176,7 @@ class _TensorBoard:
                 "(or set log.report_to=none)"
             ) from error
         # purge_step hides what an earlier, longer attempt wrote beyond the checkpoint.
-        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else 0)
         self._writer.add_text("config", f"```json\n{config.model_dump_json(indent=2)}\n```")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
