@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
 from megaslide.config import Config, load_config
 from megaslide.demo import run
 from megaslide.errors import InputError
+from megaslide.training.loop import TrainResult
 
 TINY = [
     "data.buckets=[5x32x32]",
@@ -47,6 +51,35 @@ def test_demo_writes_what_it_promises(tmp_path: Path, monkeypatch: pytest.Monkey
     page = (out / "report.html").read_text()
     assert page.count("data:video/mp4;base64,") == 1 + run.EXAMPLES_SHOWN
     run.run_demo(out)  # an earlier demo may be replaced
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_summary_names_the_device(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = SimpleNamespace(zero_loss=1.0)
+    result = SimpleNamespace(
+        validation=loss, parameters=1, state_bytes=1, device_bytes={}, step=1, step_time_s=1.0,
+        h2d_bytes=1, d2h_bytes=1,
+    )  # fmt: skip
+    monkeypatch.setattr(run, "read_log", lambda _: [{"eval/loss": 1.0}] * 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    summary = run._summary(run.demo_config(tmp_path), cast(TrainResult, result), [])
+    assert summary["device"] == device
+
+
+def test_an_earlier_demo_is_replaced_where_its_folder_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real" / "run").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path / "real")
+    for name in (Path(), tmp_path / "link"):
+        (tmp_path / "real" / "DEMO").write_text("ours")
+        (tmp_path / "real" / "run").mkdir(exist_ok=True)
+        (tmp_path / "real" / "report.html").write_text("old")
+        run._claim(name)
+        assert [p.name for p in (tmp_path / "real").iterdir()] == ["DEMO"]
 
 
 def test_demo_keeps_its_hands_off_other_folders(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from megaslide.demo.report import write_report
 from megaslide.errors import InputError
 from megaslide.planning.hardware import probe
 from megaslide.sampling import sample_run
+from megaslide.streaming.placement import chosen_device
 from megaslide.training.logs import read_log
 from megaslide.training.loop import TrainResult, train
 
@@ -102,8 +103,12 @@ def _claim(out: Path) -> None:
     marker = out / "DEMO"
     if out.exists() and any(out.iterdir()) and not marker.exists():
         raise InputError(f"{out}: is not empty and not an earlier demo", "give another --out")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
+    for old in out.iterdir():  # not `out` itself: it may be `.`, a link or a mount
+        if old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old)
+        elif old != marker:  # kept until the end: a kill on the way leaves a demo's folder
+            old.unlink()
     marker.write_text("Written by `megaslide demo`; the next demo here replaces this folder.\n")
 
 
@@ -122,7 +127,7 @@ def _summary(config: Config, result: TrainResult, paths: list[Path]) -> dict[str
         "h2d_bytes": result.h2d_bytes,
         "d2h_bytes": result.d2h_bytes,
         "threads": torch.get_num_threads(),
-        "device": "cpu",
+        "device": chosen_device(config.offload),
         "samples": [str(path.relative_to(path.parent.parent)) for path in paths],
     }
 
