@@ -55,6 +55,7 @@ def test_converted_and_own_models_are_described(tmp_path: Path) -> None:
     own.save_pretrained(tmp_path / "own" / "transformer")
     found = describe(str(tmp_path / "own"))
     assert (found.family, found.class_name) == ("VideoDiT", "VideoDiT")
+    assert found.attention == {"kind": "deformable", "window": [3, 3, 3]}
     assert found.parameters == sum(p.numel() for p in own.parameters())
 
 

@@ -44,7 +44,7 @@ class Description:
     largest_block: str
     largest_block_bytes: int
     attention: dict[str, Any]
-    """`kind: dense`, or the `attention` entry of a converted model."""
+    """`kind: dense`, the `attention` entry of a converted model, or kind and window of ours."""
     convertible: int
     """Attention modules that `megaslide convert` would make local."""
     state_bytes: dict[str, int]
@@ -67,17 +67,23 @@ def describe(path: str, subfolder: str = "transformer") -> Description:
     units = _units(source, model)
     family, refused = _family(source)
     largest = max(units[1:], key=lambda unit: unit.weight_nbytes)
-    attention = source.config.get("attention", {"kind": "dense"})
     return Description(
         folder=str(source.folder), class_name=source.class_name, family=family, refused=refused,
         parameters=sum(p.numel for unit in units for p in unit.parameters),
         blocks=_lists([unit.name for unit in units[1:]]),
         largest_block=largest.name, largest_block_bytes=largest.weight_nbytes,
-        attention=attention if isinstance(attention, dict) else {"kind": str(attention)},
+        attention=_attention(source, model),
         convertible=0 if "attention" in source.config else _convertible(source, model),
         state_bytes={f: _state_bytes(units, f) for f in FORMATS},
         device_bytes=sum(planned_device_bytes(units, SLOTS).values()),
     )  # fmt: skip
+
+
+def _attention(source: Source, model: nn.Module) -> dict[str, Any]:
+    if isinstance(model, VideoDiT):
+        return {"kind": model.config.attention_kind, "window": list(model.config.window)}
+    attention = source.config.get("attention", {"kind": "dense"})
+    return attention if isinstance(attention, dict) else {"kind": str(attention)}
 
 
 def _build(source: Source) -> nn.Module:
