@@ -29,6 +29,8 @@ from megaslide.cli import display
 from megaslide.errors import InputError
 
 SOURCE = Path(__file__).parent.parent / "src"
+PATIENCE_S = 600
+"""Until a process counts as stuck: others may have the machine for minutes."""
 
 
 class Library:
@@ -120,7 +122,9 @@ def run(*arguments: str | Path) -> Any:
 def run_process(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *(["-c", code] if code else ["-m", "megaslide"]), *arguments]
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S
+    )
 
 
 # -- help and version -----------------------------------------------------------------------------
@@ -517,7 +521,7 @@ def test_bug_keeps_its_traceback(error: Exception, library: Library, config_file
 def test_ctrl_c_in_a_real_process_ends_with_130(config_file: Path) -> None:
     code = (
         "import sys, time, megaslide.config as c\n"
-        "def load(*a):\n    print('ready', flush=True)\n    time.sleep(30)\n"
+        "def load(*a):\n    print('ready', flush=True)\n    time.sleep(3600)\n"
         "c.load_config = load\n"
         "from megaslide.cli import main\nmain()"
     )
@@ -529,9 +533,12 @@ def test_ctrl_c_in_a_real_process_ends_with_130(config_file: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(SOURCE)},
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert stderr == "interrupted\n"
 
