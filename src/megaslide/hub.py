@@ -26,7 +26,7 @@ def download(name: str, wanted: Sequence[str], revision: str | None) -> Path:
         InputError: no such repository or revision, no access to it, or no network.
         ImportError: huggingface_hub is not installed.
     """
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise InputError(f"{name}: no such folder", "give a folder, or an id of the hub owner/name")
     try:
         from huggingface_hub import errors, snapshot_download

@@ -161,6 +161,11 @@ def test_without_a_network_the_hub_is_refused_with_a_fix() -> None:
     assert "give its folder" in message
 
 
+@pytest.mark.parametrize("name", ["./missing", "../missing", "missing"])
+def test_a_misspelt_folder_is_refused(name: str) -> None:
+    assert f"{name}: no such folder" in refusal(name)
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [

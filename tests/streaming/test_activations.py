@@ -8,6 +8,7 @@ import pytest
 import torch
 import toys
 
+from megaslide.errors import InputError
 from megaslide.streaming import TransferHooks, stream
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -161,6 +162,11 @@ def test_disk_that_cannot_be_written_is_named(
     assert toys.train_streamed(streamed, toys.batches(2)) == toys.train_streamed(
         stream(toys.net()), toys.batches(2)
     )
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nowhere: No such file.*\n.*activation_dir"):
+        stream(toys.net(), activations="disk", activation_dir=tmp_path / "nowhere")
 
 
 def test_unknown_place_is_refused() -> None:

@@ -9,9 +9,11 @@ Triple = tuple[int, int, int]
 
 
 class Section(BaseModel):
-    """Base of all sections: keyword-only, immutable, unknown keys refused."""
+    """Base of all sections: keyword-only, immutable, finite numbers, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def changed_keys(section: Section, names: Iterable[str]) -> list[str]:

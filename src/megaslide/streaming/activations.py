@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from megaslide.errors import InputError
 from megaslide.streaming.calls import BlockCall
 from megaslide.streaming.lanes import Event
 from megaslide.streaming.memory import host_memory
@@ -236,7 +237,13 @@ class _DiskPlace:
 
     def __init__(self, folder: Path | None) -> None:
         self._where = str(folder or tempfile.gettempdir())
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise InputError(
+                f"{self._where}: {error.strerror}",
+                "set offload.activation_dir to a folder on a local disk",
+            ) from error
         weakref.finalize(self, self._file.close)
         self._end = 0
         self._unused: defaultdict[int, list[Record]] = defaultdict(list)
