@@ -1,6 +1,7 @@
 """Listing clips: both layouts, every caption policy, and a reason for every file left out."""
 
 import json
+import os
 import unicodedata
 from pathlib import Path
 
@@ -92,6 +93,7 @@ def test_metadata_problems_name_the_line(tmp_path: Path) -> None:
         ('["a.mp4"]', "line 1: not a JSON object"),
         ('{"clip": "a.mp4"}', r"no path among its keys \(clip\)"),
         ('{"file_name": "a.mp4"}', "line 1 has no caption/text/prompt"),
+        (r'{"file_name": "a.mp4", "caption": "cut \ud83d"}', r"line 1: .ud83d is half a character"),
     ]:
         path.write_text(text)
         with pytest.raises(InputError, match=match):
@@ -109,6 +111,41 @@ def test_metadata_problems_name_the_line(tmp_path: Path) -> None:
     touch(tmp_path, "metadata.csv")
     with pytest.raises(InputError, match="holds both"):
         find_sources(tmp_path)
+
+
+def test_a_line_of_a_csv_ends_with_a_newline_only(tmp_path: Path) -> None:
+    touch(tmp_path, "a.mp4", "b.mp4")
+    texts = ["red\u2028over\x85the\x0bsea", "blue"]
+    rows = "\n".join(["path,text", f"a.mp4,{texts[0]}", f"b.mp4,{texts[1]}"])
+    (tmp_path / "metadata.csv").write_text(rows, encoding="utf-8")
+    assert list(captions(tmp_path).values()) == texts
+
+
+def test_names_that_are_not_utf8_are_written_out(tmp_path: Path) -> None:
+    stem = os.fsdecode(b"caf\xe9")
+    touch(tmp_path, f"{stem}.mp4", f"{stem}.txt", f"x{stem}.mp4", f"y{stem}.jpg")
+    (tmp_path / f"{stem}.txt").write_text("coffee")
+    found = find_sources(tmp_path, missing_caption="skip")
+    assert [(s.clip_id, s.path.name) for s in found.sources] == [(r"caf\xe9.mp4", f"{stem}.mp4")]
+    assert {skip.path for skip in found.skipped} == {r"xcaf\xe9.mp4", r"ycaf\xe9.jpg"}
+    assert "".join(skip.reason for skip in found.skipped).isascii()
+
+
+def test_links_are_used_or_listed(tmp_path: Path) -> None:
+    folder = touch(tmp_path / "clips", "a.txt", "c.mp4")
+    touch(tmp_path, "elsewhere/more/x.mp4", "a.mp4")
+    for name, target in [
+        ("a.mp4", "../a.mp4"), ("more", "../elsewhere/more"), ("c.txt", "gone"), ("d.mp4", "gone"),
+    ]:  # fmt: skip
+        (folder / name).symlink_to(target)
+    (folder / "a.txt").write_text("a")
+    (folder / "d.txt").write_text("d")
+    found = find_sources(folder, missing_caption="skip")
+    assert [source.clip_id for source in found.sources] == ["a.mp4", "d.mp4"]
+    reasons = {skip.path: skip.reason for skip in found.skipped}
+    assert reasons.keys() == {"more", "c.mp4"}
+    assert "link to a folder" in reasons["more"]
+    assert "No such file" in reasons["c.mp4"]
 
 
 def test_unusable_places_are_named(tmp_path: Path) -> None:

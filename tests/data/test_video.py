@@ -230,6 +230,16 @@ def test_unreadable_files_say_why(tmp_path: Path) -> None:
             list(iterate_frames(path))
 
 
+def test_a_change_of_size_is_refused(tmp_path: Path) -> None:
+    parts = [write_raw(tmp_path / f"{w}.ts", drifting(6, 48, w)) for w in (64, 96)]
+    path = tmp_path / "joined.mp4"
+    path.write_bytes(b"".join(part.read_bytes() for part in parts))
+    for read in (probe, read_clip):
+        with pytest.raises(UnreadableVideoError, match=r"from \(64, 48\) to \(96, 48\)") as caught:
+            read(path)
+        assert "changes its size after" in caught.value.reason
+
+
 def test_damage_in_the_middle_names_the_frame(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (48, 64, 64, 3), dtype=np.uint8)
     whole = write_raw(tmp_path / "whole.mp4", noise, options={"movflags": "faststart"})

@@ -7,7 +7,9 @@ Hidden files (a leading dot) are the one exception.
 """
 
 import csv
+import io
 import json
+import os
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -119,8 +121,10 @@ def _from_folder(folder: Path, exclude: Path | None, found: SourceList) -> Itera
     used = {_stem_key(clip) for clip in clips}
     for file in files:
         suffix = file.suffix.lower()
-        name = file.relative_to(folder).as_posix()
-        if suffix in EXTENSIONS:
+        name = _as_text(file.relative_to(folder).as_posix())
+        if file.is_dir():
+            found.skipped.append(Skipped(name, "a link to a folder, which is not followed"))
+        elif suffix in EXTENSIONS:
             yield _Entry(file, name, *_read_caption(captions.get(_stem_key(file)), file))
         elif suffix == ".txt" and _stem_key(file) not in used:
             found.skipped.append(Skipped(name, "caption without a clip of the same name"))
@@ -135,8 +139,13 @@ def _visible_files(folder: Path, exclude: Path | None) -> Iterator[Path]:
     for file in folder.rglob("*"):
         inside = exclude is not None and file.resolve().is_relative_to(exclude.resolve())
         hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if file.is_file() and not inside and not hidden:
+        if (file.is_symlink() or file.is_file()) and not inside and not hidden:
             yield file
+
+
+def _as_text(name: str) -> str:
+    """A file's name with bytes that are not UTF-8, as old archives have them, written out."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _stem_key(file: Path) -> tuple[Path, str]:
@@ -147,12 +156,15 @@ def _stem_key(file: Path) -> tuple[Path, str]:
 def _read_caption(file: Path | None, clip: Path) -> tuple[str | None, str]:
     """The caption, or None and why there is none."""
     if file is None:
-        return None, f"no {clip.stem}.txt beside it"
+        return None, f"no {_as_text(clip.stem)}.txt beside it"
+    name = _as_text(file.name)
     try:
         text = file.read_text(encoding="utf-8-sig").strip()
     except UnicodeDecodeError as error:
-        return None, f"{file.name} is not UTF-8 (byte {error.start})"
-    return (text, "") if text else (None, f"{file.name} is empty")
+        return None, f"{name} is not UTF-8 (byte {error.start})"
+    except OSError as error:
+        return None, f"{name} cannot be read ({error.strerror})"
+    return (text, "") if text else (None, f"{name} is empty")
 
 
 def _from_metadata(metadata: Path, found: SourceList) -> Iterator[_Entry]:
@@ -191,7 +203,7 @@ def metadata_rows(metadata: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             f"{metadata}: not UTF-8 (byte {error.start})", "save it as UTF-8"
         ) from None
     if metadata.suffix.lower() == ".csv":
-        reader = csv.DictReader(text.splitlines(keepends=True), strict=True)
+        reader = csv.DictReader(io.StringIO(text), strict=True)
         try:
             for row in reader:
                 yield reader.line_num, {str(key).strip(): value for key, value in row.items()}
@@ -210,6 +222,11 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
         raise InputError(f"{where}: not JSON ({error.msg})", "write one object per line") from None
     if not isinstance(row, dict):
         raise InputError(f"{where}: not a JSON object", 'write {"file_name": ..., "caption": ...}')
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise InputError(f"{where}: {half} is half a character", "write both or none") from None
     return row
 
 

@@ -287,10 +287,14 @@ def _open_video(path: Path) -> Iterator[tuple[Any, Any]]:
 
 def _decode(path: Path, container: Any, stream: Any) -> Iterator[Any]:
     av = _av()
-    count = 0
+    count, size = 0, (0, 0)
     try:
         for frame in container.decode(stream):
-            count += 1
+            now = frame.width, frame.height
+            if count and now != size:
+                reason = f"changes its size after {count} frames, from {size} to {now}"
+                raise UnreadableVideoError(path, reason)
+            count, size = count + 1, now
             yield frame
     except (av.FFmpegError, OSError) as error:
         reason = f"is damaged: decoding fails after {count} frames ({error.strerror or error})"
