@@ -2,8 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import av
 import numpy as np
@@ -12,11 +13,13 @@ import torch
 from safetensors.torch import load_file
 from synthetic_clips import counting, drifting, indices_of, truncate, write_audio, write_raw
 
-from megaslide.config import CodecConfig, DataConfig, TextConfig
-from megaslide.data import cache
+from megaslide.config import CodecConfig, DataConfig, ImageConfig, TextConfig
+from megaslide.data import cache, text
+from megaslide.data.cache import exclusive
 from megaslide.data.codecs import build_codec
 from megaslide.data.latents import LatentDataset
 from megaslide.data.prepare import PrepareReport, prepare, split_contents
+from megaslide.data.text import HashedNgramEncoder
 from megaslide.errors import InputError
 
 EXACT = CodecConfig(name="pixel", block="1x8x8")
@@ -347,6 +350,52 @@ def test_finished_clips_are_not_decoded_again(
     assert captions["0.mp4"] == "another caption"
     assert captions["renamed.mp4"] == "clip 1.mp4"
     assert LatentDataset(tmp_path / "cache")[0].mask.sum() == 2
+
+
+def test_captions_of_the_last_run_are_not_encoded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counting(HashedNgramEncoder):
+        seen: ClassVar[list[str]] = []
+
+        def encode(self, captions: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+            self.seen.extend(captions)
+            return super().encode(captions)
+
+        def pooled(self, captions: Sequence[str]) -> torch.Tensor:  # type: ignore[override]
+            return torch.tensor([[float(len(caption))] for caption in captions])
+
+    monkeypatch.setattr(text, "HashedNgramEncoder", Counting)
+    make_many(tmp_path, 3)
+    prepare(config(tmp_path))
+    assert Counting.seen == ["", "clip 0.mp4", "clip 1.mp4", "clip 2.mp4"]
+    Counting.seen.clear()
+    (tmp_path / "clips/0.txt").write_text("clip 2.mp4")
+    (tmp_path / "clips/1.txt").write_text("of five words that are new")
+    prepare(config(tmp_path))
+    assert Counting.seen == ["of five words that are new"]
+    again = snapshot(tmp_path)
+    shutil.rmtree(tmp_path / "cache")
+    prepare(config(tmp_path))
+    assert snapshot(tmp_path) == again
+
+
+def test_a_cache_is_prepared_by_one_process_at_a_time(tmp_path: Path) -> None:
+    make_many(tmp_path, 1)
+    with exclusive(tmp_path / "cache"), pytest.raises(InputError, match="by another process"):
+        prepare(config(tmp_path))
+    assert prepare(config(tmp_path)).clips == 1
+
+
+def test_a_cache_with_first_frames_is_not_continued_without(tmp_path: Path) -> None:
+    make_many(tmp_path, 1)
+    images = {"image": ImageConfig(name="latents")}
+    prepare(config(tmp_path, **images))
+    before = snapshot(tmp_path)
+    with pytest.raises(InputError, match=r"made with data\.image\.name=latents"):
+        prepare(config(tmp_path))
+    assert snapshot(tmp_path) == before
+    assert len(LatentDataset(tmp_path / "cache", expect=config(tmp_path))) == 1
 
 
 def test_clips_may_be_added_removed_and_changed(tmp_path: Path) -> None:

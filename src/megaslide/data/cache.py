@@ -18,6 +18,7 @@ costs nothing, and two copies share one entry.
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -85,6 +86,7 @@ class LatentCache:
             self.clips |= records
             self.shard_of |= dict.fromkeys(records, shard.name)
         self._pending: dict[str, Path] = {}
+        self._pending_bytes = 0
         rank = {content: number for number, content in enumerate(order)}
         files = (folder / _PENDING).glob(f"*{_SUFFIX}")
         for file in sorted(files, key=lambda f: (rank.get(f.stem, -1), f.name)):
@@ -99,8 +101,8 @@ class LatentCache:
         named = {tensor_name(content, key): value.contiguous() for key, value in tensors.items()}
         _write_tensors(path, named, {content: record})
         self.clips[content] = record
-        self._pending[content] = path
-        if sum(file.stat().st_size for file in self._pending.values()) >= SHARD_BYTES:
+        self._keep(content, path)
+        if self._pending_bytes >= SHARD_BYTES:
             self.pack()
 
     def pack(self) -> None:
@@ -117,12 +119,31 @@ class LatentCache:
         for path in self._pending.values():
             path.unlink()
         self._pending.clear()
+        self._pending_bytes = 0
+
+    def captions(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What the last finished run made of each caption: `tokens` [L, D], and `pooled` [1, P]."""
+        index = read_index(self.folder)
+        name = index.get("text")
+        if name is None or not (self.folder / name).exists():
+            return {}
+        text = _read_tensors(self.folder / name)
+        rows = {"": 0} | {sample["caption"]: sample["text"] for sample in index["samples"]}
+        first, last = text["offsets"][:-1].tolist(), text["offsets"][1:].tolist()
+        found = {}
+        for caption, row in rows.items():
+            found[caption] = {"tokens": text["tokens"][first[row] : last[row]]}
+            if "pooled" in text:
+                found[caption]["pooled"] = text["pooled"][row : row + 1]
+        return found
 
     def finish(self, index: Mapping[str, Any], text: Mapping[str, torch.Tensor]) -> None:
         """Pack, write the captions' embeddings, and replace the index that ties all together."""
         self.pack()
-        digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in text.values())).hexdigest()
-        name = f"text-{digest[:16]}{_SUFFIX}"
+        digest = hashlib.sha256()
+        for tensor in text.values():
+            digest.update(tensor.numpy().data)
+        name = f"text-{digest.hexdigest()[:16]}{_SUFFIX}"
         if not (self.folder / name).exists():
             _write_tensors(self.folder / name, dict(text), {})
         self._write_index({"complete": True, "text": name, **index})
@@ -133,7 +154,14 @@ class LatentCache:
     def _begin(self) -> None:
         """Create the folder, or check that it is this cache and clear what a killed run left."""
         if (self.folder / INDEX).exists():
-            check_settings(self.folder, read_index(self.folder)["settings"], self.settings)
+            made = read_index(self.folder)["settings"]
+            check_settings(self.folder, made, self.settings)
+            for key in made.keys() - self.settings.keys():
+                raise InputError(
+                    f"cache {self.folder} was made with data.{key}.name={made[key]['name']}, which "
+                    "clips added now would lack",
+                    f"set data.{key} as it was, or another data.cache_dir",
+                )
         elif self.folder.exists() and any(self.folder.iterdir()):
             raise InputError(
                 f"data.cache_dir: {self.folder} holds files but no {INDEX}, so it is not a cache",
@@ -151,12 +179,44 @@ class LatentCache:
             file.unlink()  # packed just before the kill
         else:
             self.clips |= records
-            self._pending[file.stem] = file
+            self._keep(file.stem, file)
+
+    def _keep(self, content: str, file: Path) -> None:
+        self._pending[content] = file
+        self._pending_bytes += file.stat().st_size
 
     def _write_index(self, index: Mapping[str, Any]) -> None:
         whole = {"format": FORMAT, "settings": self.settings, **index}
         with _complete(self.folder / INDEX) as temporary:
             temporary.write_text(json.dumps(whole, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Keep other processes from preparing the cache in `folder`, which is created when absent.
+
+    Raises:
+        InputError: another is at it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(folder, handle)
+        yield
+    finally:
+        os.close(handle)  # and with it the lock, as does the end of the process
+
+
+def _lock(folder: Path, handle: int) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(
+            f"data.cache_dir: {folder} is being prepared by another process",
+            "wait until that has finished",
+        ) from None
+    except OSError:
+        return  # some network disks have no locks
 
 
 def tensor_name(content: str, key: str) -> str:

@@ -10,7 +10,7 @@ Shapes: T frames, H height, W width in pixels; C t h w of latents; L tokens of D
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 from megaslide.config import DataConfig, Triple
 from megaslide.data.buckets import Bucket, fit_buckets
-from megaslide.data.cache import LatentCache
+from megaslide.data.cache import LatentCache, exclusive
 from megaslide.data.clips import EVENTS, encode_clip
 from megaslide.data.codecs import Codec, build_codec
 from megaslide.data.first_frames import FirstFrames, build_first_frames
@@ -81,36 +81,38 @@ def prepare(
     found = find_sources(path, missing_caption=config.missing_caption, exclude=cache_dir)
     contents = _hash_all(found)
     settings = cache_settings(config) | {"patch_size": list(patch_size)}
-    cache = LatentCache(cache_dir, settings, list(dict.fromkeys(contents.values())))
-    known = set(cache.clips)
-    images = build_first_frames(config, codec)
-    for number, source in enumerate(list(found.sources), 1):
-        if contents[source] not in cache.clips:
-            _add_clip(source, contents[source], config, codec, buckets, images, cache, found)
-        if progress is not None:
-            progress(number, len(contents), source.clip_id)
-    if images is not None:
-        images.close()
-    codec.close()  # before the text encoder loads: either may be all that memory holds
-    usable = [source for source in found.sources if contents[source] in cache.clips]
-    if not usable:
-        raise _nothing_left(path, found)
-    split = split_contents([contents[source] for source in usable], config.validation_split)
-    tokens, rows = _encode_text(encoder, [source.caption for source in usable])
-    encoder.close()
-    cache.pack()
-    samples = [
-        sample
-        for source in usable
-        for sample in _samples(source, contents[source], rows[source.caption], split, cache)
-    ]
-    found.notes += bucket_notes + _notes(usable, contents, config, encoder, buckets, cache)
-    derived = cache_selection(config) | {
-        "samples": samples,
-        "skipped": [{"path": s.path, "reason": s.reason} for s in found.skipped],
-        "notes": found.notes,
-    }
-    cache.finish(derived, tokens)
+    with exclusive(cache_dir):
+        cache = LatentCache(cache_dir, settings, list(dict.fromkeys(contents.values())))
+        known = set(cache.clips)
+        images = build_first_frames(config, codec)
+        for number, source in enumerate(list(found.sources), 1):
+            if contents[source] not in cache.clips:
+                _add_clip(source, contents[source], config, codec, buckets, images, cache, found)
+            if progress is not None:
+                progress(number, len(contents), source.clip_id)
+        if images is not None:
+            images.close()
+        codec.close()  # before the text encoder loads: either may be all that memory holds
+        usable = [source for source in found.sources if contents[source] in cache.clips]
+        if not usable:
+            raise _nothing_left(path, found)
+        split = split_contents([contents[source] for source in usable], config.validation_split)
+        captions = [source.caption for source in usable]
+        tokens, rows = _encode_text(encoder, captions, cache.captions())
+        encoder.close()
+        cache.pack()
+        samples = [
+            sample
+            for source in usable
+            for sample in _samples(source, contents[source], rows[source.caption], split, cache)
+        ]
+        found.notes += bucket_notes + _notes(usable, contents, config, encoder, buckets, cache)
+        derived = cache_selection(config) | {
+            "samples": samples,
+            "skipped": [{"path": s.path, "reason": s.reason} for s in found.skipped],
+            "notes": found.notes,
+        }
+        cache.finish(derived, tokens)
     return _report(cache_dir, usable, contents, known, samples, found)
 
 
@@ -124,7 +126,7 @@ def split_contents(contents: Sequence[str], validation_split: float) -> dict[str
     held_out = [c for c in ordered if int(c[:13], 16) / 16**13 < validation_split]
     if validation_split > 0 and len(ordered) > 1:
         held_out = (held_out or ordered[:1])[: len(ordered) - 1]
-    return {c: "validation" if c in set(held_out) else "train" for c in ordered}
+    return dict.fromkeys(ordered, "train") | dict.fromkeys(held_out, "validation")
 
 
 def _required(value: str, key: str) -> Path:
@@ -176,23 +178,27 @@ def _nothing_left(path: Path, found: SourceList) -> InputError:
 
 
 def _encode_text(
-    encoder: TextEncoder, captions: Sequence[str]
+    encoder: TextEncoder, captions: Sequence[str], known: Mapping[str, dict[str, torch.Tensor]]
 ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     """Valid tokens of all distinct captions, end to end, and each caption's row; row 0 is "".
 
-    Only valid tokens are kept, so a long maximum costs nothing. Pooled embeddings are `[rows, P]`.
+    Pooled embeddings are `[rows, P]`. The `known` captions are taken as they are.
     """
     distinct = list(dict.fromkeys(["", *captions]))
-    parts, offsets, pooled = [], [0], []
-    for caption in distinct:
-        embeddings, mask = encoder.encode([caption])
-        parts.append(embeddings[0, mask[0]])
-        offsets.append(offsets[-1] + len(parts[-1]))
-        pooled.append(encoder.pooled([caption]))
-    tensors = {"tokens": torch.cat(parts), "offsets": torch.tensor(offsets)}
-    if rows := [row for row in pooled if row is not None]:
-        tensors["pooled"] = torch.cat(rows)
+    rows = [known.get(caption) or _encode_caption(encoder, caption) for caption in distinct]
+    tokens = [row["tokens"] for row in rows]
+    offsets = torch.tensor([0, *map(len, tokens)]).cumsum(0)
+    tensors = {"tokens": torch.cat(tokens), "offsets": offsets}
+    if "pooled" in rows[0]:
+        tensors["pooled"] = torch.cat([row["pooled"] for row in rows])
     return tensors, {caption: row for row, caption in enumerate(distinct)}
+
+
+def _encode_caption(encoder: TextEncoder, caption: str) -> dict[str, torch.Tensor]:
+    """`tokens` [L, D], only the valid ones, so a long maximum costs nothing; `pooled` [1, P]."""
+    embeddings, mask = encoder.encode([caption])
+    pooled = encoder.pooled([caption])
+    return {"tokens": embeddings[0, mask[0]]} | ({} if pooled is None else {"pooled": pooled})
 
 
 def _samples(
