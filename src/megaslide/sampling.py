@@ -241,6 +241,8 @@ def sample_run(
     bucket = sample_size(sample, config, codec, network.patch_size)
     other = _other_expert(config, network, recipe, codec, second)
     sigmas = sampling_sigmas(recipe, codec, network, bucket, sample, alone=other is None)
+    folder = out or checkpoint.parent / "samples" / checkpoint.name
+    folder.mkdir(parents=True, exist_ok=True)  # what cannot be written fails before the sampling
     with ExitStack() as stack:
         model, *partner = (
             stack.enter_context(closing(forward_only(each, dtype, config.offload)))
@@ -254,7 +256,6 @@ def sample_run(
             progress=progress, images=build_first_frames(config.data, codec),
             pipeline=family_pipeline(network, recipe, codec, model, dtype, *partner),
         )  # fmt: skip
-    folder = out or checkpoint.parent / "samples" / checkpoint.name
     return save_samples(frames, prompts, folder, sample.fps, sample)
 
 

@@ -177,7 +177,7 @@ def test_fit_size(block: Triple, patch: Triple, size: Triple, fitted: Triple) ->
     assert codec.fit_size(size, patch) == fitted
     latent = codec.latent_shape(fitted)
     assert all(n % p == 0 for n, p in zip(latent, patch, strict=True))
-    with pytest.raises(ValueError, match="smaller than one patch"):
+    with pytest.raises(InputError, match="smaller than one patch"):
         codec.fit_size((1, 8 * patch[1], 8 * patch[2] - 1), patch)
 
 

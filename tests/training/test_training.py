@@ -285,6 +285,11 @@ def test_sampling_a_run_streams_its_latest_checkpoint(
     assert (plain[0] != first[0]).any()
     with pytest.raises(InputError, match=r"has no sample\.prompts"):
         sample_run(run)
+    with pytest.raises(InputError, match="smaller than one patch"):
+        sample_run(run, prompts=prompts, settings={"bucket": "1x1x1"})
+    monkeypatch.setattr(sampling, "generate", None)
+    with pytest.raises(FileExistsError):
+        sample_run(run, prompts=prompts, out=paths[0])
 
 
 def test_eval_gives_the_loss_that_training_logged(

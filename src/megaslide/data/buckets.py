@@ -69,8 +69,8 @@ def fit_buckets(
     for text in sizes:
         try:
             size = codec.fit_size(parse_triple(text), patch_size)
-        except ValueError as error:
-            raise InputError(f"data.buckets {text}: {error}", "give a larger bucket") from None
+        except InputError as error:
+            raise InputError(f"data.buckets {text}: {error.problem}", error.fix) from None
         bucket = Bucket(size, codec.latent_shape(size))
         if bucket.name != text:
             notes.append(f"bucket {text} -> {bucket.name}: {_rule(codec, patch_size)}")

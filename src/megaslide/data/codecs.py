@@ -53,7 +53,7 @@ class Codec(Protocol):
     def fit_size(self, size: Triple, patch_size: Triple = (1, 1, 1)) -> Triple:
         """Largest (T, H, W) within `size` whose latents divide by `patch_size`.
 
-        Raises ValueError where `size` is smaller than one patch.
+        Raises InputError where `size` is smaller than one patch.
         """
         ...
 
@@ -91,7 +91,9 @@ class BlockGrid:
         if min(t, h, w) < 1:
             _, ph, pw = patch_size
             least = (bt * (self._fewest(patch_size[0]) - 1) + 1, bh * ph, bw * pw)
-            raise ValueError(f"size {size} is smaller than one patch, {least} pixels")
+            raise InputError(
+                f"size {size} is smaller than one patch, {least} pixels", "give a larger size"
+            )
         return bt * (t - 1) + 1, h * bh, w * bw
 
     def close(self) -> None:
@@ -106,9 +108,10 @@ class BlockGrid:
         for n in range(patch, patch * (self.frame_step + 1), patch):
             if (n - 1) % self.frame_step == 0:
                 return n
-        raise ValueError(
+        raise InputError(
             f"patches of {patch} latent frames never fill the 1 + {self.frame_step}n latent frames "
-            "that the autoencoder can decode"
+            "that the autoencoder can decode",
+            "set another model.patch_size",
         )
 
     def _voxels(self, size: Triple) -> Triple:
