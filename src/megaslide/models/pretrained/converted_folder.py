@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megaslide.config import AttentionConfig
 from megaslide.errors import InputError
-from megaslide.models.pretrained.conversion import added_parameters, converted_config
+from megaslide.models.pretrained.conversion import ENTRY, added_parameters, converted_config
 from megaslide.models.pretrained.loading import build_on_meta
 from megaslide.models.pretrained.source import PIPELINE, SCHEDULER, Source
 from megaslide.weights import CONFIG_NAME, MAX_SHARD_BYTES, TensorSpec, WeightFiles, write_weights
@@ -63,9 +63,10 @@ def write_converted(
         raise InputError(f"{folder}: holds a model already", "give another folder")
     changed = converted_config(source, settings)
     if changed is source:
+        kinds = "set attention.kind to deformable, neighborhood or swin"
         raise InputError(
             f"attention.kind={settings.kind}: nothing of {source.folder} would change",
-            "set attention.kind to deformable, neighborhood or swin",
+            "it is converted so already: use it as it is" if ENTRY in source.config else kinds,
         )
     files = WeightFiles(source.folder)
     base = files.specs()
