@@ -158,5 +158,8 @@ def test_unusable_places_are_named(tmp_path: Path) -> None:
     touch(tmp_path, "a.jpg", "b.jpg")
     with pytest.raises(InputError, match=r"no clips found \(2 other files\)"):
         find_sources(tmp_path)
+    for cache in (tmp_path, tmp_path.parent):
+        with pytest.raises(InputError, match=r"data\.cache_dir: .* holds data\.path"):
+            find_sources(tmp_path, exclude=cache)
     with pytest.raises(InputError, match="single file"):
         find_sources(tmp_path / "a.jpg")

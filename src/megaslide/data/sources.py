@@ -87,6 +87,8 @@ def find_sources(
     if metadata is not None:
         entries = list(_from_metadata(metadata, found))
     elif path.is_dir():
+        if exclude is not None and path.resolve().is_relative_to(exclude.resolve()):
+            raise InputError(f"data.cache_dir: {exclude} holds data.path", "give another folder")
         entries = list(_from_folder(path, exclude, found))
     else:
         raise InputError(f"data.path: {path} is a single file", f"give {_ACCEPTED}")
