@@ -636,6 +636,14 @@ def test_plan_writes_a_page_beside_its_figures(tmp_path: Path) -> None:
     assert str(tmp_path) in refused.stderr
 
 
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_eval_refuses_a_folder_before_it_measures(tmp_path: Path, option: str) -> None:
+    refused = run("eval", tmp_path / "no-such-clip.mp4", option, tmp_path)
+    assert refused.exit_code == 2
+    assert f"{tmp_path}: a folder, not a file" in refused.stderr
+    assert not list(tmp_path.parent.glob(f".partial-{tmp_path.name}"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -121,7 +121,7 @@ def test_a_refusal_without_a_way_out_names_the_nearest(costs: ModelCosts) -> Non
 
 
 def test_the_same_work_comes_before_less_work_and_both_by_pace(costs: ModelCosts) -> None:
-    asked = subject("offload.micro_batch_size=2")
+    asked = subject("train.train_batch_size=2")
     tight = replace(MACHINE, ram_bytes=needs(costs, "RAM") - 1)
     found = alternatives(asked, choose(asked.choices, costs, tight))
     lacks = [sum(plan.shortfall.values()) for _, plan in found]
@@ -144,6 +144,15 @@ def test_changes_of_the_work_are_what_their_words_say(costs: ModelCosts) -> None
     window = subject("attention.window=[3,5,5]")
     assert found["attention.window=[3,5,5]"].flop == window.costs().flop
     assert found["2 micro-batches per step"].flop == 2 * costs.flop
+
+
+def test_back_to_ram_takes_the_gradients_along(costs: ModelCosts) -> None:
+    told = ("offload.tier=disk", "offload.gradient_tier=disk")
+    asked = subject_of("tiny", told, clip=(9, 64, 64))
+    found = [words for words, _ in alternatives(asked, choose(asked.choices, costs, MACHINE))]
+    back = "offload.tier=ram offload.gradient_tier=ram"
+    assert back in found
+    subject_of("tiny", (*told, *back.split()))  # a proposal can be taken
 
 
 def test_no_disk_is_proposed_where_none_was_measured(costs: ModelCosts) -> None:

@@ -162,6 +162,29 @@ def test_a_run_is_planned_as_its_config_says(tmp_path: Any) -> None:
     assert subject.latents == (3, 4, 4)
 
 
+def test_a_preset_is_planned_as_the_command_says() -> None:
+    assert subject_of("tiny").dtype == torch.bfloat16
+    told = ("train.mixed_precision=no", "train.train_batch_size=3",
+            "train.gradient_accumulation_steps=2")  # fmt: skip
+    subject = subject_of("tiny", told, clip=(9, 64, 64))
+    assert (subject.dtype, subject.clips) == (torch.float32, 3)
+    assert {choice.micro_batches for choice in subject.choices} == {2}
+
+
+def test_new_weights_take_ram_beside_the_state() -> None:
+    subject = subject_of("tiny", clip=(9, 64, 64))
+    costs = subject.costs()
+    besides = subject.besides(costs)
+    assert sum(besides.values()) == 4 * costs.parameters
+    plan = make_plan(costs, replace(MACHINE, ram_besides=besides), subject.choices[0])
+    assert plan.to_dict()["ram_bytes"] == {"state": plan.store.ram_bytes, **besides}
+    room = plan.store.ram_bytes
+    short = make_plan(
+        costs, replace(MACHINE, ram_besides=besides, ram_bytes=room), subject.choices[0]
+    ).shortfall
+    assert short == {"RAM": 4 * costs.parameters}
+
+
 @pytest.mark.parametrize(
     ("what", "clip", "told"),
     [("15b", None, "no preset"), ("1b", (1, 8, 8), "no whole token")],
@@ -175,3 +198,12 @@ def test_an_accelerator_reaches_a_stated_share_of_its_peak() -> None:
     machine = accelerator(device_named("h200"), efficiency=0.5)
     assert machine.flop_s == machine.peak_flop_s / 2
     assert "0.5 of the peak (assumed)" in machine.basis["compute"]
+    other = accelerator(device_named("h200"), bf16=False)
+    assert "the peak of bf16, which this run's fp32 does not reach" in other.basis["compute"]
+
+
+def test_places_that_nobody_spoke_of_are_named(costs: ModelCosts) -> None:
+    unknown = replace(MACHINE, ram_bytes=None, disk_bytes=None)
+    assert make_plan(costs, unknown, Choice()).untold == ["RAM"]
+    assert make_plan(costs, unknown, Choice(tier="disk")).untold == ["RAM", "disk"]
+    assert make_plan(costs, MACHINE, Choice(tier="disk")).untold == []

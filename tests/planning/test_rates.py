@@ -198,6 +198,7 @@ def test_record_survives_a_file(tmp_path: Path, disk: DiskRates | None) -> None:
         ({"disk": {**DISK, "read_bytes_s": -1}}, "read_bytes_s=-1"),
         ({"disk": {"read_bytes_s": 1}}, "both_bytes_s"),
         ({"unheard_of": 1}, "unheard_of"),
+        ({"machine": "x"}, "machine='x'"),
     ],
 )
 def test_damaged_record_is_refused_by_name(

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from megaslide.cli.display import Meter, console, status
-from megaslide.cli.refusals import writes_to
+from megaslide.cli.refusals import require_no_folder, writes_to
 
 
 def evaluate(
@@ -31,6 +31,8 @@ def evaluate(
     Of clips: consistency, motion, sharpness. Every figure comes with its definition; what cannot
     be measured says why.
     """
+    require_no_folder(json_path, "eval.json")
+    require_no_folder(html_path, "eval.html")
     with status("loading the measures"):
         from megaslide.evaluation.page import write_html
         from megaslide.evaluation.results import write_json

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megaslide.cli.display import Meter, console, count, grid, print_json, size, status
-from megaslide.cli.refusals import writes_to
+from megaslide.cli.refusals import require_no_folder, writes_to
 from megaslide.errors import InputError
 
 if TYPE_CHECKING:
@@ -49,18 +49,20 @@ def plan(
     ] = None,
 ) -> None:
     """Tell whether a run fits, how long a step takes, what to change."""
+    from dataclasses import replace
+
     from megaslide.planning.choosing import alternatives, choose
     from megaslide.planning.subject import subject_of
 
     if efficiency is not None and gpu is None:
         raise InputError("--efficiency without --gpu", "this machine is measured; name a --gpu")
-    if html is not None and html.is_dir():
-        raise InputError(f"{html}: a folder, not a file", "name a file, such as plan.html")
+    require_no_folder(html, "plan.html")
     with status("counting what a step does"):
         clip = _clip(frames, height, width)
         subject = subject_of(what, overrides or [], clip=clip, compression=_triple(compression))
         costs = subject.costs()
     machine = _machine(subject, gpu, ram, disk, efficiency)
+    machine = replace(machine, ram_besides=subject.besides(costs))
     with status("simulating a step"):
         found = choose(subject.choices, costs, machine, clips=subject.clips)
     if as_json:
@@ -124,7 +126,8 @@ def _machine(
         return _here(subject, {name: n for name, n in room.items() if n is not None})
     from megaslide.planning.devices import device_named
 
-    machine = accelerator(device_named(gpu), efficiency=efficiency or EFFICIENCY)
+    bf16 = subject.dtype.itemsize == 2
+    machine = accelerator(device_named(gpu), efficiency=efficiency or EFFICIENCY, bf16=bf16)
     if budget := subject.offload.device_budget_gb:
         room["device_bytes"] = min(int(budget * 1e9), machine.device_bytes or 0)
     basis = {**machine.basis, "disk": f"{DISK_BYTES_S / 1e9:g} GB/s, one NVMe drive (assumed)"}
@@ -141,7 +144,7 @@ def _here(subject: "Subject", room: dict[str, int]) -> "Machine":
         machine = machine_here(
             subject,
             state_folder=Path(subject.offload.disk_path or "."),
-            measure=lambda _: measure_rates(Path(), meter),
+            measure=lambda folder: measure_rates(folder or Path(), meter),
         )
     return replace(machine, **room)  # type: ignore[arg-type]
 
@@ -168,11 +171,10 @@ def _facts(subject: "Subject", plan: "Plan") -> dict[str, str]:
         "machine": plan.machine.name,
         "verdict": _verdict(plan),
     }
-    for place in ("device", "ram", "disk"):
-        parts = figures[f"{place}_bytes"]
+    for place, (parts, _) in plan.places.items():
         if parts:
             inside = ", ".join(f"{name} {size(n)}" for name, n in parts.items())
-            facts[f"{place}"] = f"{size(sum(parts.values()))}: {inside}"
+            facts[place] = f"{size(sum(parts.values()))}: {inside}"
     facts |= {
         "step": f"{_seconds(figures['step_s'])}, {plan.flop:.3g} FLOP, MFU {100 * plan.mfu:.1f} %",
         **{f"rate of {name}": words for name, words in plan.machine.basis.items()},
@@ -184,8 +186,7 @@ def _verdict(plan: "Plan") -> str:
     if plan.shortfall:
         missing = ", ".join(f"{size(n)} of {place}" for place, n in plan.shortfall.items())
         return f"does not fit: lacks {missing}"
-    unknown = [] if plan.machine.ram_bytes is not None else ["RAM"]
-    told = f" (not told how much {' and '.join(unknown)} there is)" if unknown else ""
+    told = f" (not told how much {' and '.join(plan.untold)} there is)" if plan.untold else ""
     return f"fits{told}; a step is bound by {plan.simulated.bound}"
 
 

@@ -50,6 +50,12 @@ def fail(message: str, *, code: int = 2) -> NoReturn:
     raise typer.Exit(code)
 
 
+def require_no_folder(path: Path | None, example: str) -> None:
+    """Refuse a folder where a file is to be written, before the work whose result it is."""
+    if path is not None and path.is_dir():
+        raise InputError(f"{path}: a folder, not a file", f"name a file, such as {example}")
+
+
 @contextmanager
 def writes_to(folder: Path) -> Iterator[None]:
     """Turn what the disk refuses into an InputError that names the path and the space left."""

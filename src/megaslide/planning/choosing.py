@@ -117,7 +117,9 @@ def _choices(plan: Plan) -> Iterator[tuple[str, Choice]]:
     for factor in (2, 4):
         more = factor * choice.micro_batches
         changes.append((f"{more} micro-batches per step", replace(choice, micro_batches=more)))
-    changes.append(("offload.tier=ram", replace(choice, tier="ram", gradient_tier="ram")))
+    along = " offload.gradient_tier=ram" if choice.gradient_tier == "disk" else ""
+    in_ram = replace(choice, tier="ram", gradient_tier="ram")
+    changes.append((f"offload.tier=ram{along}", in_ram))
     changes.append(("offload.tier=disk", replace(choice, tier="disk")))
     spilled = replace(choice, tier="disk", gradient_tier="disk")
     changes.append(("offload.tier=disk offload.gradient_tier=disk", spilled))

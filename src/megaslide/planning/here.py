@@ -54,7 +54,8 @@ def machine_here(
     device = chosen_device(offload)
     machine = replace(machine, link_bytes_s=link, disk_bytes_s=disk, basis=basis)
     if device == "cuda":
-        machine = with_gpu(machine, torch.cuda.get_device_name())
+        name, bf16 = torch.cuda.get_device_name(), subject.dtype == torch.bfloat16
+        machine = with_gpu(machine, name, bf16=bf16)
     return replace(
         machine, ram_bytes=available_ram(),
         device_bytes=device_budget(offload), device_is_host=device == "cpu",
@@ -78,14 +79,14 @@ def machine_of(rates: Rates, *, bf16: bool, told: str = "measured here just now"
     )  # fmt: skip
 
 
-def with_gpu(machine: Machine, driver_name: str) -> Machine:
+def with_gpu(machine: Machine, driver_name: str, *, bf16: bool = True) -> Machine:
     """A measured processor with a GPU as the device, at its table's rates if it is a known one."""
     known = device_called(driver_name)
     if known is None:
         basis = {"compute": f"{machine.basis['compute']}, by the processor: no rates are known of "
                  f"{driver_name}"}  # fmt: skip
         return replace(machine, name=driver_name, basis={**machine.basis, **basis})
-    gpu = accelerator(known)
+    gpu = accelerator(known, bf16=bf16)
     basis = {key: gpu.basis[key] for key in ("compute", "link")}
     return replace(
         gpu, adamw_bytes_s=machine.adamw_bytes_s, disk_bytes_s=machine.disk_bytes_s,

@@ -77,9 +77,7 @@ def _lead(plan: Plan) -> str:
     missing = " and ".join(f"{nbytes} of {name}" for nbytes, name in lacks)
     if missing:
         return f"This run does not fit: it lacks {missing}. Changes that would help are below."
-    places = plan.places.items()
-    unknown = [name for name, (needs, room) in places if sum(needs.values()) and room is None]
-    told = f" Nobody said how much {' and '.join(unknown)} there is." if unknown else ""
+    told = f" Nobody said how much {' and '.join(plan.untold)} there is." if plan.untold else ""
     step, bound = format_seconds(plan.simulated.step_s), plan.simulated.bound
     return f"This run fits. A step takes {step}, and its longest lane is {bound}.{told}"
 
@@ -89,7 +87,8 @@ def _headline(plan: Plan) -> str:
     cards = [
         ("Step", format_seconds(figures["step_s"]), f"longest lane: {figures['bound']}"),
         ("MFU", format_share(plan.mfu), f"{figures['flop_per_step']:.3g} FLOP with recompute"),
-        ("Device peak", format_bytes(figures["device_peak_bytes"]), "weights in flight and inputs"),
+        ("Device peak", format_bytes(figures["device_peak_bytes"]),
+         "weights in flight, inputs, one block's work"),
         ("State", format_bytes(figures["state_bytes"]),
          f"{format_count(figures['params'])} parameters as {plan.choice.state_format}"),
     ]  # fmt: skip
@@ -137,7 +136,8 @@ def _others(plan: Plan, others: Sequence[tuple[str, Plan]]) -> str:
     head = "<tr><th>change</th><th>time per clip</th><th>lacks</th></tr>"
     lines = []
     for words, other in others:
-        lacks = ", ".join(f"{format_bytes(n)} {name}" for name, n in other.shortfall.items())
+        missing = (f"{format_bytes(n)} {name}" for name, n in other.shortfall.items())
+        lacks = ", ".join(f"<span class='quantity'>{what}</span>" for what in missing)
         time = f"{other.pace_s / plan.pace_s:.2f}×"
         lines.append(
             f"<tr><td>{escape(words)}</td><td>{time}</td><td>{lacks or 'nothing'}</td></tr>"

@@ -57,14 +57,21 @@ class Machine:
     """Where the rates come from, by rate."""
 
 
-def accelerator(device: Device, *, efficiency: float = EFFICIENCY) -> Machine:
-    """A known accelerator in a server; the room for state is for the caller to say."""
+def accelerator(
+    device: Device, *, efficiency: float = EFFICIENCY, bf16: bool = True
+) -> Machine:  # fmt: skip
+    """A known accelerator in a server; the room for state is for the caller to say.
+
+    Args:
+        bf16: what the run computes in; of fp32 no rate is known, so the basis says whose it is.
+    """
+    peak = "the peak" if bf16 else "the peak of bf16, which this run's fp32 does not reach"
     return Machine(
         name=device.name, flop_s=efficiency * device.bf16_flop_s, peak_flop_s=device.bf16_flop_s,
         memory_bytes_s=device.memory_bytes_s, link_bytes_s=device.link_bytes_s,
         adamw_bytes_s=SERVER_ADAMW_BYTES_S, device_bytes=device.memory_bytes,
         basis={
-            "compute": f"{efficiency:g} of the peak (assumed): {device.source}",
+            "compute": f"{efficiency:g} of {peak} (assumed): {device.source}",
             "link": "its standard's data rate, each direction",
             "adamw": f"{SERVER_ADAMW_BYTES_S / 1e9:g} GB/s of host memory (assumed)",
         },
@@ -138,13 +145,18 @@ class Plan:
     @property
     def places(self) -> dict[str, tuple[dict[str, int], int | None]]:
         """Bytes needed by kind, and bytes that are there or None, by place."""
-        machine, ram = self.machine, {**self.ram, **self.machine.ram_besides}
+        machine, ram = self.machine, dict(self.ram)
         if machine.device_is_host:
             ram["device"] = sum(self.device.values())
         return {
             "device": (dict(self.device), machine.device_bytes), "RAM": (ram, machine.ram_bytes),
             "disk": (dict(self.disk), machine.disk_bytes),
         }  # fmt: skip
+
+    @property
+    def untold(self) -> list[str]:
+        """Places that are needed and of which nobody said how much there is."""
+        return [name for name, (needs, room) in self.places.items() if needs and room is None]
 
     @property
     def shortfall(self) -> dict[str, int]:
@@ -193,7 +205,8 @@ def make_plan(
     return Plan(
         machine=machine, choice=choice, costs=costs, clips=clips, store=store,
         device=_device_bytes(costs, choice),
-        ram={"state": store.ram_bytes} | ({"inputs": away} if choice.activations == "host" else {}),
+        ram={"state": store.ram_bytes, **machine.ram_besides}
+        | ({"inputs": away} if choice.activations == "host" else {}),
         disk=({"state": store.disk_bytes} if store.disk_bytes else {})
         | ({"inputs": away} if choice.activations == "disk" else {}),
         synchronous=synchronous,
@@ -215,8 +228,8 @@ def _inputs_away(costs: ModelCosts, choice: Choice) -> int:
 
 
 def _device_bytes(costs: ModelCosts, choice: Choice) -> dict[str, int]:
-    """Peak by kind. Away from the device, two blocks' inputs are still there: the one that
-    computes and the one that leaves or returns."""
+    """Peak by kind. Where inputs leave the device, two blocks' are still there, of the one that
+    computes and the one that leaves or returns, and the gradient of one."""
     blocks, count = costs.units[1:], choice.micro_batches
     inputs = sum(unit.boundary_bytes for unit in blocks)
     if choice.activations != "device":

@@ -301,6 +301,8 @@ def _both_ways(file: RecordFile, half: int, seconds: float) -> float:
 
 
 def _require_numbers(path: Path, rates: Rates, fix: str) -> None:
+    if not isinstance(rates.machine, dict):
+        raise InputError(f"{path}: machine={rates.machine!r} is no record of a machine", fix)
     records = [r for r in (rates, rates.disk) if r is not None]
     for record in records:
         for each in fields(record):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megaslide.config import Config
-from megaslide.models.network import Network, OwnNetwork
+from megaslide.models.network import Network
 from megaslide.pages.quantities import format_bytes, format_seconds
 from megaslide.planning.choosing import choose, require_fit
 from megaslide.planning.costs import ModelCosts, UnknownCostsError
@@ -84,7 +84,4 @@ def _settled(config: Config, subject: Subject, choice: Choice, plan: Plan | None
 def _machine(config: Config, subject: Subject, costs: ModelCosts) -> Machine:
     state = Path(config.offload.disk_path or Path(config.output_dir) / "state")
     machine = machine_here(subject, state_folder=state)
-    if not isinstance(subject.network, OwnNetwork):
-        return machine
-    # A new model is initialised whole, in fp32, and is there until the store holds a copy.
-    return replace(machine, ram_besides={"new weights in fp32": 4 * costs.parameters})
+    return replace(machine, ram_besides=subject.besides(costs))

@@ -30,8 +30,8 @@ CLIP: Triple = (81, 480, 832)
 TEXT_TOKENS = 512
 WINDOW: Triple = (3, 7, 7)
 """Of the presets' attention, in tokens."""
-NO_AVERAGE = ("train.use_ema=false",)
-"""A large run keeps no moving average unless it is told to: 4 more bytes per parameter."""
+BF16 = "train.mixed_precision=bf16"
+"""What a large model is trained in unless the command says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +84,14 @@ class Subject:
             frames_per_chunk=self.offload.frames_per_chunk,
         )  # fmt: skip
 
+    def besides(self, costs: ModelCosts) -> dict[str, int]:
+        """Bytes of RAM, by kind, that a run takes besides what the engine allocates.
+
+        A new model is initialised whole, in fp32, and is there until the store holds a copy.
+        """
+        new = isinstance(self.network, OwnNetwork)
+        return {"new weights in fp32": 4 * costs.parameters} if new else {}
+
 
 def subject_of(
     what: str, overrides: Sequence[str] = (), *, clip: Triple | None = None,
@@ -135,20 +143,15 @@ def subject_of_run(config: Config, clip: Triple | None = None) -> Subject:
         latents = max((bucket.latent_shape for bucket in buckets), key=math.prod)
     else:
         latents = codec.latent_shape(codec.fit_size(clip, network.patch_size))
-    batch = config.train.train_batch_size * config.train.gradient_accumulation_steps
-    clips = min(config.offload.micro_batch_size or config.train.train_batch_size, batch)
-    bf16 = config.train.mixed_precision == "bf16"
     return Subject(
-        network=network, dtype=torch.bfloat16 if bf16 else torch.float32,
-        channels=codec.channels, text_dim=encoder.dim, latents=latents,
-        text_tokens=encoder.max_length, clips=clips,
-        choices=_choices(config, -(-batch // clips)), offload=config.offload,
+        network=network, channels=codec.channels, text_dim=encoder.dim, latents=latents,
+        text_tokens=encoder.max_length, **_told(config),
     )  # fmt: skip
 
 
 def _of_preset(name: str, overrides: Sequence[str], clip: Triple, compression: Triple) -> Subject:
     chosen = (f"model.preset={name}", f"attention.window={list(WINDOW)}", *overrides)
-    config = load_config(None, [*NO_AVERAGE, *chosen])
+    config = load_config(None, [BF16, *chosen])
     sizes = resolve_config(
         config.model, config.attention, in_channels=PRESET_CHANNELS, text_dim=PRESET_TEXT_DIM
     )
@@ -158,7 +161,7 @@ def _of_preset(name: str, overrides: Sequence[str], clip: Triple, compression: T
 
 def _of_folder(where: str, overrides: Sequence[str], clip: Triple, compression: Triple) -> Subject:
     named = f"model.pretrained_model_name_or_path={where}"
-    config = load_config(None, [*NO_AVERAGE, named, *overrides])
+    config = load_config(None, [BF16, named, *overrides])
     network = pretrained_network(config)
     family = network.family
     return _pretend(network, family.channels, family.text_dim, config, clip, compression)
@@ -169,12 +172,20 @@ def _pretend(
     compression: Triple,
 ) -> Subject:  # fmt: skip
     return Subject(
-        network=network, dtype=torch.bfloat16, channels=channels, text_dim=text_dim,
-        latents=_latents(clip, compression, network.patch_size), text_tokens=TEXT_TOKENS,
-        clips=config.offload.micro_batch_size or 1,
-        choices=_choices(config, config.train.gradient_accumulation_steps),
-        offload=config.offload,
+        network=network, channels=channels, text_dim=text_dim, text_tokens=TEXT_TOKENS,
+        latents=_latents(clip, compression, network.patch_size), **_told(config),
     )  # fmt: skip
+
+
+def _told(config: Config) -> dict[str, Any]:
+    """What a config says of precision, batch and streaming."""
+    batch = config.train.train_batch_size * config.train.gradient_accumulation_steps
+    clips = min(config.offload.micro_batch_size or config.train.train_batch_size, batch)
+    bf16 = config.train.mixed_precision == "bf16"
+    return {
+        "dtype": torch.bfloat16 if bf16 else torch.float32, "clips": clips,
+        "choices": _choices(config, -(-batch // clips)), "offload": config.offload,
+    }  # fmt: skip
 
 
 def _latents(clip: Triple, compression: Triple, patch_size: Triple) -> Triple:
