@@ -155,11 +155,20 @@ def other_worlds(results: Sequence[Result]) -> Figure | None:
             panels.append((f"trained on 6 frames, measured on {frames}", losses))
     if not panels:
         return None
-    height = 0.9 + 0.28 * max(len(losses) for _, losses in panels)
-    figure = _figure(4 * len(panels), max(height, 2.4))
-    for axes, (title, losses) in zip(
-        np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True
-    ):
+    panels.sort(key=lambda panel: len(panel[1]))  # alike in height, so alike in a row
+    rows = [panels[at : at + 3] for at in range(0, len(panels), 3)]
+    heights = [max(0.9 + 0.28 * max(len(losses) for _, losses in row), 2.4) for row in rows]
+    figure = _figure(11, sum(heights))
+    places = [
+        axes
+        for part, row in zip(
+            figure.subfigures(len(rows), 1, height_ratios=heights, squeeze=False)[:, 0],
+            rows,
+            strict=True,
+        )
+        for axes in np.atleast_1d(part.subplots(1, len(row)))
+    ]
+    for axes, (title, losses) in zip(places, panels, strict=True):
         _dots(axes, losses)
         axes.set_title(title, fontsize=8)
         axes.set(xlabel="validation loss")

@@ -126,7 +126,11 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     if not lines:
         return ""
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
-    rows = (f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in lines)
+    rows = (
+        f"<tr><td class='arm'>{escape(name)}</td>"
+        f"{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        for name, *cells in lines
+    )
     return f"<div class='wide'><table><tr>{names}</tr>{''.join(rows)}</table></div>"
 
 
