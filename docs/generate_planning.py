@@ -134,6 +134,11 @@ def state() -> Iterable[str]:
         rows.append([name, gb(figures["state_bytes"]), f"{per:.1f}", gb(sum(plan.ram.values())),
                      lacks])  # fmt: skip
     yield table(["format", "state", "per parameter", "RAM with gradients", "lacks"], rows)
+    new = subject_of("105b").besides(costs)
+    yield (
+        "\nA run that begins with a new model holds its weights in fp32 besides, until the store "
+        f"has a copy: {gb(sum(new.values()))} more. `megaslide plan 105b` counts them."
+    )
 
 
 def steps() -> Iterable[str]:

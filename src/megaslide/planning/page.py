@@ -136,8 +136,7 @@ def _others(plan: Plan, others: Sequence[tuple[str, Plan]]) -> str:
     head = "<tr><th>change</th><th>time per clip</th><th>lacks</th></tr>"
     lines = []
     for words, other in others:
-        missing = (f"{format_bytes(n)} {name}" for name, n in other.shortfall.items())
-        lacks = ", ".join(f"<span class='quantity'>{what}</span>" for what in missing)
+        lacks = ", ".join(f"{format_bytes(n)} {name}" for name, n in other.shortfall.items())
         time = f"{other.pace_s / plan.pace_s:.2f}×"
         lines.append(
             f"<tr><td>{escape(words)}</td><td>{time}</td><td>{lacks or 'nothing'}</td></tr>"
