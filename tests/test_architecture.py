@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "megaslide"
 LEVELS = {
     "errors": 0, "tracing": 0,
-    "config": 1,
+    "config": 1, "locks": 1,
     "hub": 2, "ops": 2, "pages": 2, "runs": 2, "weights": 2,
     "models": 3, "streaming": 3, "diffusion": 3, "data": 3,
     "sampling": 4, "exporting": 4, "planning": 4,

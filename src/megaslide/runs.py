@@ -5,7 +5,6 @@ marker, so whoever finds it can trust it. The same place answers "which checkpoi
 mean", for resuming and for sampling alike.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megaslide.errors import InputError, is_disk_full
+from megaslide.locks import exclusive
 
 logger = logging.getLogger(__name__)
 
@@ -35,30 +35,15 @@ def occupied(run: Path) -> Iterator[None]:
     Raises:
         InputError: another process is at it.
     """
-    run.mkdir(parents=True, exist_ok=True)
-    folder = os.open(run, os.O_RDONLY)
-    try:
-        if _lock(run, folder):
+    taken = InputError(
+        f"{run}: another process is training into this folder",
+        "wait until it ends, or set another output_dir",
+    )
+    with exclusive(run, taken) as alone:
+        if alone:
             for partial in run.glob(f"{_PARTIAL}*"):
                 shutil.rmtree(partial)
         yield
-    finally:
-        os.close(folder)  # and with it the lock, also when the process is killed
-
-
-def _lock(run: Path, folder: int) -> bool:
-    """Whether the open folder is locked now; some network disks cannot."""
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(
-            f"{run}: another process is training into this folder",
-            "wait until it ends, or set another output_dir",
-        ) from None
-    except OSError as error:
-        logger.warning("%s cannot be locked: %s", run, error.strerror)
-        return False
-    return True
 
 
 def checkpoints(run: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from synthetic_clips import counting, drifting, indices_of, truncate, write_audi
 
 from megaslide.config import CodecConfig, DataConfig, ImageConfig, TextConfig
 from megaslide.data import cache, text
-from megaslide.data.cache import exclusive
+from megaslide.data.cache import preparing
 from megaslide.data.codecs import build_codec
 from megaslide.data.latents import LatentDataset
 from megaslide.data.prepare import PrepareReport, prepare, split_contents
@@ -382,7 +382,7 @@ def test_captions_of_the_last_run_are_not_encoded_again(
 
 def test_a_cache_is_prepared_by_one_process_at_a_time(tmp_path: Path) -> None:
     make_many(tmp_path, 1)
-    with exclusive(tmp_path / "cache"), pytest.raises(InputError, match="by another process"):
+    with preparing(tmp_path / "cache"), pytest.raises(InputError, match="by another process"):
         prepare(config(tmp_path))
     assert prepare(config(tmp_path)).clips == 1
 

@@ -18,7 +18,6 @@ costs nothing, and two copies share one entry.
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -32,6 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megaslide.errors import InputError
+from megaslide.locks import exclusive
 
 FORMAT = 1
 """Version of the layout above."""
@@ -191,32 +191,17 @@ class LatentCache:
             temporary.write_text(json.dumps(whole, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-@contextlib.contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
+def preparing(folder: Path) -> contextlib.AbstractContextManager[bool]:
     """Keep other processes from preparing the cache in `folder`, which is created when absent.
 
     Raises:
         InputError: another is at it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        _lock(folder, handle)
-        yield
-    finally:
-        os.close(handle)  # and with it the lock, as does the end of the process
-
-
-def _lock(folder: Path, handle: int) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(
-            f"data.cache_dir: {folder} is being prepared by another process",
-            "wait until that has finished",
-        ) from None
-    except OSError:
-        return  # some network disks have no locks
+    taken = InputError(
+        f"data.cache_dir: {folder} is being prepared by another process",
+        "wait until that has finished",
+    )
+    return exclusive(folder, taken)
 
 
 def tensor_name(content: str, key: str) -> str:

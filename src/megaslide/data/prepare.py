@@ -19,7 +19,7 @@ import torch
 
 from megaslide.config import DataConfig, Triple
 from megaslide.data.buckets import Bucket, fit_buckets
-from megaslide.data.cache import LatentCache, exclusive
+from megaslide.data.cache import LatentCache, preparing
 from megaslide.data.clips import EVENTS, encode_clip
 from megaslide.data.codecs import Codec, build_codec
 from megaslide.data.first_frames import FirstFrames, build_first_frames
@@ -81,7 +81,7 @@ def prepare(
     found = find_sources(path, missing_caption=config.missing_caption, exclude=cache_dir)
     contents = _hash_all(found)
     settings = cache_settings(config) | {"patch_size": list(patch_size)}
-    with exclusive(cache_dir):
+    with preparing(cache_dir):
         cache = LatentCache(cache_dir, settings, list(dict.fromkeys(contents.values())))
         known = set(cache.clips)
         images = build_first_frames(config, codec)
