@@ -208,7 +208,7 @@ class _Compute(TorchDispatchMode):
         seen = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         made = {id(t): t for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
         for key, tensor in (seen | made).items():
-            if tensor.device.type == "cpu" and tensor.numel():
+            if tensor.device.type != "meta" and tensor.numel():
                 lane = "host" if self._log.is_host(tensor) else "compute"
                 write = key in written or key not in seen
                 op = self._log.issue(lane, {})
