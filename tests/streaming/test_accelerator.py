@@ -4,6 +4,8 @@ import gc
 import inspect
 import itertools
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +16,8 @@ from threaded_runtime import Place, Stream, ThreadedRuntime
 
 from megaslide.streaming import NonFiniteGradientError, TransferHooks, model, stream
 from megaslide.streaming.accelerator import MOST_PENDING, AcceleratorTransfer, TorchRuntime
-from megaslide.streaming.lanes import Lanes
-from megaslide.tracing import Trace
+from megaslide.streaming.lanes import Event, Lanes
+from megaslide.tracing import Trace, summarize
 
 DELAY_S = 0.002
 
@@ -78,6 +80,46 @@ def test_time_on_the_device_is_the_devices(opened: list[ThreadedRuntime]) -> Non
     assert len(compute) == 2 * (blocks + 1)  # and the resident unit's gradients are rounded
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(compute))
     assert {s.lane for s in trace.spans} == {"compute", "h2d", "d2h", "adamw", "wait"}
+
+
+def test_waits_are_the_devices_not_the_threads() -> None:
+    runtime = ThreadedRuntime(0, 0)
+    transfer = AcceleratorTransfer(Lanes(Trace()), runtime)
+    before = transfer.trace.snapshot()
+    late = Event()
+    threading.Timer(0.1, late.set).start()
+    runtime.current_stream().enqueue(lambda: None, delay_s=0.4)  # has work for longer
+    transfer.join(late, "busy")
+    transfer.record().wait("test")
+    between = transfer.trace.snapshot()
+    assert summarize(before, between).wait_s < 0.05
+
+    def read_late() -> torch.Tensor:
+        time.sleep(0.2)
+        return torch.zeros(8, dtype=torch.uint8)
+
+    transfer.wait(transfer.h2d(transfer.allocate(8, "slots"), read_late, {}, "x"), "idle")
+    transfer.record().wait("test")
+    assert summarize(between, transfer.trace.snapshot()).wait_s > 0.15
+    transfer.close()
+
+
+def test_time_is_exact_after_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = Place.elapsed_time
+
+    def rounded(self: Place, later: Place) -> float:  # the device's library gives a float
+        return torch.tensor(exact(self, later), dtype=torch.float32).item()
+
+    monkeypatch.setattr(Place, "elapsed_time", rounded)
+    transfer = AcceleratorTransfer(Lanes(Trace()), ThreadedRuntime(0, 0))
+    transfer._clock._zero._time -= 10**7
+    transfer._clock._zero_s -= 10**7
+    for _ in range(3):
+        with transfer.computing("nap"):
+            time.sleep(0.01)
+    transfer.close()
+    assert all(0.009 < s.end - s.start < 0.5 for s in transfer.trace.spans)
+    assert time.perf_counter() - transfer._clock._zero_s < 60
 
 
 def test_spans_that_nobody_asks_for_do_not_pile_up(opened: list[ThreadedRuntime]) -> None:

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 MOST_PENDING = 256
 """Spans that may wait for the device; Python that is further ahead of it waits too."""
+ZERO_S = 60.0
+"""Age at which the clock's zero is replaced: times since then are floats of 24 bits."""
 CLOCK_TRIES = 5
 """Comparisons of the device's clock with the host's, of which the quickest is taken."""
 
@@ -269,22 +271,20 @@ class AcceleratorTransfer:
         return DeviceEvent(place)
 
     def wait(self, event: Event, why: str) -> None:
-        if not isinstance(event, CopyEvent):
+        if event.done() or not isinstance(event, CopyEvent):
             self.join(event, why)
             return
-        event.wait_issued(why)
-        if event.done():
-            event.wait(why)  # raises if the work failed
-            return
         with self._clock.span("wait", why):
+            event.wait_issued(why)
             self._runtime.current_stream().wait_event(event.place)
 
     def join(self, event: Event, why: str) -> None:
         if event.done():
+            event.wait(why)  # raises if the work failed
+            return
+        # By the device's clock: while this thread waits, the device may have plenty to compute.
+        with self._clock.span("wait", why):
             event.wait(why)
-        else:
-            with self.trace.span("wait", why):
-                event.wait(why)
 
     def close(self) -> None:
         self._h2d.close()
@@ -340,8 +340,11 @@ class DeviceClock:
             ):
                 lane, name, start, end = self._pending.popleft()
                 end.synchronize()
-                times = [self._zero_s + self._zero.elapsed_time(e) / 1e3 for e in (start, end)]
-                self._trace.add(lane, name, times[0], times[1])
+                begin_s = self._zero_s + self._zero.elapsed_time(start) / 1e3
+                end_s = begin_s + start.elapsed_time(end) / 1e3
+                self._trace.add(lane, name, begin_s, end_s)
+                if end_s - self._zero_s > ZERO_S:
+                    self._zero, self._zero_s = end, end_s
 
     def _same_instant(self) -> tuple[float, Any, float]:
         """A mark and its time by the host's clock, which is at most half the first number off."""
