@@ -1,5 +1,7 @@
 """What the engine promises besides parity: traffic, memory, state, lifetimes."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -104,11 +106,27 @@ def test_ema_follows_the_master_and_swaps_without_a_trace() -> None:
         with streamed.use_ema():
             averaged = streamed(x, c)
             assert toys.largest_relative(dict(streamed.store.named_weights()), expected) < 1e-6
+        with pytest.raises(KeyError), streamed.use_ema():
+            raise KeyError
         assert torch.equal(streamed(x, c), before)
     assert not torch.equal(averaged, before)
     model = toys.net()
     model.load_state_dict(expected, strict=False)
     torch.testing.assert_close(averaged, model(x, c), rtol=1e-5, atol=1e-6)
+
+
+def test_a_closed_engine_is_gone_without_the_collector() -> None:
+    streamed = stream(toys.net())
+    toys.train_streamed(streamed, toys.batches(1))
+    module, store = streamed.module, weakref.ref(streamed.store)
+    gc.disable()
+    try:
+        streamed.close()
+        del streamed
+        assert store() is None
+    finally:
+        gc.enable()
+    assert "forward" not in vars(module.blocks[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

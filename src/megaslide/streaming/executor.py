@@ -74,6 +74,11 @@ class Executor:
 
         block.forward = forward
 
+    def close(self) -> None:
+        """Let go of the blocks, whose forwards hold all of the engine until the collector comes."""
+        for unit in self._buffers:
+            vars(self._units[unit].module).pop("forward", None)
+
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
         """Encloses the model's own forward; learns the order of its blocks."""

@@ -327,21 +327,27 @@ class StreamedModel:
     def use_ema(self) -> Iterator[None]:
         """Compute with the moving average within; the weights come back unchanged after."""
         self._quiesce()
-        with self.store.serving_ema():
+        try:
+            with self.store.serving_ema():
+                self._refresh_resident()
+                try:
+                    yield
+                finally:
+                    self._quiesce()
+        finally:  # the device's copy of what is outside the blocks is the average's still
             self._refresh_resident()
-            try:
-                yield
-            finally:
-                self._quiesce()
-        self._refresh_resident()
 
     def close(self) -> None:
-        """Stop the worker threads and give the disk back; state in RAM stays readable."""
+        """Stop the worker threads and give the disk back; state in RAM stays readable.
+
+        Memory is free again with the last reference to this, whoever keeps the module.
+        """
         self._gradients.finish()
         self._optimizer.finish()
         self._optimizer.close()
         self._transfer.close()
         self.store.close()
+        self._executor.close()
 
     def _quiesce(self) -> None:
         """Finish all that reads or writes the store's weights, and forget what is on the device."""
