@@ -170,7 +170,7 @@ def table(report: dict[str, Any]) -> str:
 def failed(report: dict[str, Any]) -> bool:
     """Whether any check failed or part broke; what was skipped for time or memory is no failure."""
     parts = report["parts"].values()
-    broken = any(part["ended"].startswith("failed") for part in parts)
+    broken = any(part["ended"].startswith(("failed", "killed")) for part in parts)
     return broken or any("error" in row for part in parts for row in part["rows"])
 
 

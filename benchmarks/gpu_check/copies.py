@@ -32,8 +32,8 @@ def link(session: Session) -> None:
     for fill, region in enumerate(host, start=1):
         region.fill_(fill)
 
-    session.row("copies arrive", lambda: _arrive(transfer, host, device))
-    for name, (down, up) in DIRECTIONS.items():
+    passed = session.passes("copies arrive", lambda: _arrive(transfer, host, device))
+    for name, (down, up) in DIRECTIONS.items() if passed else ():
 
         def both_ways(down: bool = down, up: bool = up) -> Row:
             ours = max(_through(transfer, host, device, copies, down, up) for _ in range(2))
@@ -119,9 +119,9 @@ def optimizer(session: Session) -> None:
     is counted for rounding weights, so it is shown at its best.
     """
     count, chunks = (4096, 3) if session.smoke else (2**26, 8)
-    session.row("gate", lambda: _same_update(session))
-    session.row("cpu", lambda: _on_cpu(session, count))
-    session.row("device, state streamed", lambda: _on_device(session, count, chunks))
+    if session.passes("gate", lambda: _same_update(session)):
+        session.row("cpu", lambda: _on_cpu(session, count))
+        session.row("device, state streamed", lambda: _on_device(session, count, chunks))
 
 
 def _same_update(session: Session) -> Row:

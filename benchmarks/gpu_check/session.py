@@ -130,13 +130,19 @@ class Session:
             return self.add(name, {"skipped": f"the part's {self.budget_s:.0f} s are over"})
         try:
             found = work()
-        except torch.OutOfMemoryError as error:
-            found = {"skipped": f"out of device memory: {str(error)[:200]}"}
         except Exception as error:
-            tail = traceback.format_exc()[-1500:]
-            found = {"error": f"{type(error).__name__}: {str(error)[:300]}", "traceback": tail}
+            # The engine explains why memory is short: its own error then has torch's as its cause.
+            if any(isinstance(e, torch.OutOfMemoryError) for e in (error, error.__cause__)):
+                found = {"skipped": f"out of device memory: {str(error)[:200]}"}
+            else:
+                tail = traceback.format_exc()[-1500:]
+                found = {"error": f"{type(error).__name__}: {str(error)[:300]}", "traceback": tail}
         self.chip.release()
         return self.add(name, {**found, "took_s": time.monotonic() - start})
+
+    def passes(self, name: str, work: Callable[[], Row]) -> bool:
+        """Whether a check, which has a row too, was made and found nothing."""
+        return not {"error", "skipped"} & self.row(name, work).keys()
 
     def add(self, name: str, found: Row) -> Row:
         row = {"name": name, **found}

@@ -162,7 +162,7 @@ def _state_bytes(size: Size, state_format: StateFormat) -> int:
 
 
 def _gated(session: Session) -> bool:
-    return "error" not in session.row("gate", lambda: _parity(session))
+    return session.passes("gate", lambda: _parity(session))
 
 
 def _parity(session: Session) -> Row:

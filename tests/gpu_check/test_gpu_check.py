@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import __main__ as command
-from benchmarks.gpu_check import kernels, native, steps
+from benchmarks.gpu_check import copies, kernels, long_block, native, steps
 from benchmarks.gpu_check.session import Chip, Session, poisoned
 from megaslide.planning.devices import DEVICES
 from megaslide.streaming import stream
+from megaslide.streaming.memory import DeviceMemory
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,12 +99,36 @@ def test_rows_are_kept_one_by_one_and_later_ones_run_after_an_error(session: Ses
     def full() -> dict[str, Any]:
         raise torch.OutOfMemoryError("no room")
 
+    def explained() -> dict[str, Any]:
+        with DeviceMemory().explained():
+            return full()
+
     session.row("good", lambda: {"worst": 1.0})
     session.row("full", full)
-    assert [row["name"] for row in json.loads(session.file.read_text())] == ["good", "full"]
-    assert "out of device memory" in session.rows[1]["skipped"]
+    session.row("explained", explained)  # as the engine says it
+    names = [row["name"] for row in json.loads(session.file.read_text())]
+    assert names == ["good", "full", "explained"]
+    assert all("out of device memory" in row["skipped"] for row in session.rows[1:])
     session.budget_s = 0
     assert "are over" in session.row("late", full)["skipped"]
+
+
+@pytest.mark.parametrize("why", [torch.OutOfMemoryError("no room"), RuntimeError("wrong")])
+def test_nothing_is_measured_behind_a_gate_that_did_not_pass(
+    session: Session, monkeypatch: pytest.MonkeyPatch, why: Exception
+) -> None:
+    def gate(*_: Any) -> Any:
+        raise why
+
+    for module, names in (
+        (copies, ("_arrive", "_same_update")), (steps, ("_parity",)), (long_block, ("gate",)),
+    ):  # fmt: skip
+        for name in names:
+            monkeypatch.setattr(module, name, gate)
+    for part in (copies.link, copies.optimizer, steps.small, long_block.run):
+        session.rows.clear()
+        part(session)
+        assert len(session.rows) == 1
 
 
 # ---- processes and budgets -----------------------------------------------------------------------
@@ -136,6 +161,7 @@ def test_a_part_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     assert "said" in ended
     assert time.monotonic() - start < 20
     assert _ends(int(pid.read_text()))
+    assert command.failed({"parts": {"parity": {"ended": ended, "rows": [{"worst": 0.0}]}}})
     code = "import sys; sys.exit('broke')"
     ended = command.run_child([sys.executable, "-c", code], 20, tmp_path / "log")
     assert ended.startswith("failed: exit code 1")
@@ -214,9 +240,11 @@ def test_needs_nothing_that_such_a_machine_lacks() -> None:
     code = (
         f"import sys\nsys.modules.update(dict.fromkeys({lacking}))\n"
         "from benchmarks.gpu_check import __main__, copies, engine, kernels, long_block, native\n"
-        "from benchmarks.gpu_check import steps"
+        "from benchmarks.gpu_check import steps\n"
+        "import pytest\n"
+        "sys.exit(pytest.main([*engine.COMMAND[3:], '--collect-only']))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
