@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 /* Raised by every change that an older caller would misread. */
-#define MEGASLIDE_ABI_VERSION 3
+#define MEGASLIDE_ABI_VERSION 4
 
 typedef enum megaslide_status {
   MEGASLIDE_OK = 0,

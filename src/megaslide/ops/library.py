@@ -25,7 +25,7 @@ __all__ = [
     "why_absent",
 ]
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """MEGASLIDE_ABI_VERSION of csrc/include/megaslide.h that this package is written for."""
 
 BUILD_COMMAND = "pip install --no-deps -e ."
