@@ -184,6 +184,11 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def usual_extra_bytes(run: Callable[[], Any]) -> int:
+    """The median of three: threads and the allocator take memory of their own now and then."""
+    return statistics.median(extra_bytes(run) for _ in range(3))
+
+
 def extra_bytes(run: Callable[[], Any]) -> int:
     """Peak of resident memory during the call, less what stands before it and what it leaves."""
     process, peak, done = psutil.Process(), 0, threading.Event()
@@ -277,8 +282,8 @@ def measure_size(
     extra = {}
     for kind, contender in ours.items():  # also warms up
         extra[kind] = (
-            extra_bytes(torch.no_grad()(contender.run)),
-            extra_bytes(contender.gradients),
+            usual_extra_bytes(torch.no_grad()(contender.run)),
+            usual_extra_bytes(contender.gradients),
         )
     take_turns([*ours.values(), *(c for c in (dense, grid_sample) if c)], rounds)
     voxels = {kind: voxels_sampled(case) for kind, case in cases.items()}
