@@ -209,6 +209,18 @@ def test_train_prepares_only_a_cache_that_is_not_finished(
     assert library.calls == calls
 
 
+def test_train_refuses_a_used_folder_before_it_prepares(
+    library: Library, config_file: Path, tmp_path: Path
+) -> None:
+    whole = tmp_path / "run" / "checkpoint-3" / "COMPLETE"
+    whole.parent.mkdir(parents=True)
+    whole.touch()
+    result = run("train", config_file, f"output_dir={tmp_path / 'run'}")
+    assert result.exit_code == 2
+    assert "checkpoint-3 of an earlier run" in " ".join(result.stderr.split())
+    assert library.calls == []
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_device_that_is_not_there_is_refused(library: Library, config_file: Path) -> None:
     result = run("train", config_file, "offload.device=cuda")
@@ -649,6 +661,7 @@ def test_eval_refuses_a_folder_before_it_measures(tmp_path: Path, option: str) -
     [
         (("tiny", "--gpu", "h20"), "h200"),
         (("tiny", "--gpu", "h200", "--ram", "much"), "512GB"),
+        (("tiny", "--gpu", "h200", "--ram", "1536"), "no unit"),
         (("tiny", "--efficiency", "0.5"), "--gpu"),
         (("huge", "--gpu", "h200"), "105b"),
     ],

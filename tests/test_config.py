@@ -121,6 +121,8 @@ def test_override_is_read_as_yaml(override: str, expected: Any) -> None:
         ("sample.bucket=8x64x0", "'8x64x0' is not TxHxW"),
         ("train.mixed_precision=yes", "'no' or 'bf16' (got True)"),
         ("offload.slots=1", "greater than or equal to 2"),
+        ("train.seed=4294967296", "train.seed: Input should be less than"),
+        ("train.seed=-1", "train.seed: Input should be greater than or equal to 0"),
     ],
 )
 def test_refusal_names_the_key_and_what_is_accepted(override: str, message: str) -> None:

@@ -141,24 +141,28 @@ void gather_rows(const Plan &plan, const Part &part, const void *from, int64_t c
   }
 }
 
-// Gathers share `part.tile` of `shares` of the rows of k and v, and all extra keys with the first.
+// One share of the rows of k and v, and with the first all extra keys.
+struct Share {
+  int64_t number, of;
+};
+
 template <typename T>
-void gather_keys(const Plan &plan, const Part &part, int64_t shares,
+void gather_keys(const Plan &plan, const Part &part, const Share &share,
                  const megaslide_attention_inputs &in, void *block) {
   const HeadRows<T> to = rows_at<T>(plan, block);
-  const int64_t first = plan.voxels * part.tile / shares;
-  const int64_t last = plan.voxels * (part.tile + 1) / shares;
+  const int64_t first = plan.voxels * share.number / share.of;
+  const int64_t last = plan.voxels * (share.number + 1) / share.of;
   gather_rows(plan, part, in.k, plan.voxels, first, last, to.k);
   gather_rows(plan, part, in.v, plan.voxels, first, last, to.v);
-  const int64_t extra = part.tile == 0 ? plan.extra : 0;
+  const int64_t extra = share.number == 0 ? plan.extra : 0;
   gather_rows(plan, part, in.extra_k, plan.extra, 0, extra, to.extra_k);
   gather_rows(plan, part, in.extra_v, plan.extra, 0, extra, to.extra_v);
 }
 
-void gather_any(const Plan &plan, const Part &part, int64_t shares,
+void gather_any(const Plan &plan, const Part &part, const Share &share,
                 const megaslide_attention_inputs &in, void *block) {
-  (plan.dtype == MEGASLIDE_FLOAT32 ? gather_keys<float> : gather_keys<Bfloat16>)(plan, part, shares,
-                                                                                in, block);
+  const auto gather = plan.dtype == MEGASLIDE_FLOAT32 ? gather_keys<float> : gather_keys<Bfloat16>;
+  gather(plan, part, share, in, block);
 }
 
 HeadRows<const void> keys_at(const Plan &plan, void *block) {
@@ -179,7 +183,8 @@ void run_forward(const Plan &plan, const megaslide_attention_inputs &in, void *o
                  int threads) {
   const Kernels kernel = kernels(plan.dtype);
   const int64_t tiles = tile_count(plan), heads = plan.batch * plan.heads;
-  const int64_t together = std::clamp<int64_t>(kTilesPerThread * threads / tiles, 1, heads);
+  const int64_t wanted = std::max<int64_t>(kTilesPerThread * threads / tiles, 1);
+  const int64_t together = std::min(wanted, heads);
   const ThreadScratch scratch(scratch_bytes(plan, kernel), threads);
   const ThreadScratch keys(head_bytes(plan, element_bytes(plan)), static_cast<int>(together));
   const auto part_of = [&](int64_t head, int64_t tile) {
@@ -189,7 +194,7 @@ void run_forward(const Plan &plan, const megaslide_attention_inputs &in, void *o
     const int64_t count = std::min(together, heads - first);
     parallel_for(count * threads, threads, [&](int64_t item, int) {
       void *block = keys.of(static_cast<int>(item / threads));
-      gather_any(plan, part_of(first + item / threads, item % threads), threads, in, block);
+      gather_any(plan, part_of(first + item / threads, 0), {item % threads, threads}, in, block);
     });
     parallel_for(count * tiles, threads, [&](int64_t item, int worker) {
       const Part part = part_of(first + item / tiles, item % tiles);
@@ -267,7 +272,7 @@ void run_backward(const Plan &plan, const megaslide_attention_inputs &in,
   Progress progress(heads);
   parallel_for(heads, threads, [&](int64_t head, int worker) {
     Part part{head / plan.heads, head % plan.heads, 0};
-    gather_any(plan, part, 1, in, keys.of(worker));
+    gather_any(plan, part, {0, 1}, in, keys.of(worker));
     BackwardArrays own = arrays;
     own.keys = keys_at(plan, keys.of(worker));
     own.grad = rows_at<float>(plan, sums.of(worker));

@@ -79,6 +79,27 @@ def find_checkpoint(source: Path) -> Path:
     )
 
 
+def resume_source(run: Path, wanted: str | None) -> Path | None:
+    """The checkpoint to train on from, none for None: if the run holds any, the latest of them.
+
+    Beside a later checkpoint of another history, `latest` would name the wrong one, and the limit
+    would delete the new one as the oldest.
+
+    Raises:
+        InputError: another is asked for, or none although there are some.
+    """
+    held = checkpoints(run)
+    if wanted == "latest":
+        return held[-1] if held else None
+    source = None if wanted is None else find_checkpoint(Path(wanted))
+    if held and (source is None or not source.samefile(held[-1])):
+        raise InputError(
+            f"{run}: holds {held[-1].name} of an earlier run",
+            "set train.resume_from_checkpoint=latest to continue it, or another output_dir",
+        )
+    return source
+
+
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """trainer_state.json of a checkpoint."""
     return json.loads((checkpoint / STATE).read_text())

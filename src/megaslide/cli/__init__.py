@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from megaslide import runs
 from megaslide.cli.convert import convert
 from megaslide.cli.display import (
     Meter,
@@ -143,6 +144,8 @@ def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
         from megaslide.training.trainer import NonFiniteLossError
 
         planned = plan_run(config)
+        # What this refuses, it refuses before the clips are prepared.
+        runs.resume_source(Path(config.output_dir), config.train.resume_from_checkpoint)
     if not _is_prepared(config):
         _prepare(config, planned.network.patch_size)
     console().print(grid(_run_summary(planned, device)))

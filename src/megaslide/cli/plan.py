@@ -106,10 +106,12 @@ def _bytes(option: str, text: str | None) -> int | None:
 
     if text is None:
         return None
+    fix = "write a number and a unit: 512GB, 1.5TiB"
+    if text.strip()[-1:].isdigit():
+        raise InputError(f"{option} {text!r} has no unit", fix)
     try:
         return int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
-        fix = "write a number and a unit: 512GB, 1.5TiB"
         raise InputError(f"{option} {text!r} is no size", fix) from None
 
 

@@ -116,7 +116,7 @@ class DataConfig(Section):
     codec: CodecConfig = CodecConfig()
     text: TextConfig = TextConfig()
     image: ImageConfig = ImageConfig()
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**32)
     """Seed of `frame_choice: random`."""
 
     @field_validator("buckets")

@@ -114,7 +114,7 @@ class TrainConfig(Section):
     """Micro-batches per step; weights still cross the link only twice per step."""
     mixed_precision: Literal["no", "bf16"] = "no"
     """Compute dtype of weights and activations; the master weights are fp32 either way."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**32)
     """Seed of initial weights, data order, noise and timesteps."""
     shift: float | None = Field(None, gt=0)
     """Timestep shift s: sigma' = s*sigma / (1 + (s-1)*sigma). Null takes that of a pretrained
@@ -220,7 +220,7 @@ class SampleConfig(Section):
     """1 turns classifier-free guidance off."""
     fps: float = Field(8.0, gt=0)
     """Frame rate of the written clips."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**32)
     """Seed of the initial noise."""
 
     @field_validator("bucket")

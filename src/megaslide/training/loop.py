@@ -15,7 +15,6 @@ from pathlib import Path
 
 from megaslide import runs
 from megaslide.config import Config, save_config
-from megaslide.errors import InputError
 from megaslide.evaluation.validation import ValidationLoss
 from megaslide.planning.run import RunPlan, plan_run
 from megaslide.tracing import Span
@@ -73,7 +72,7 @@ def train_planned(planned: RunPlan, on_progress: Progress | None = None) -> Trai
     run = Path(config.output_dir)
     with ExitStack() as stack:
         stack.enter_context(runs.occupied(run))
-        source = _resume_source(config)
+        source = runs.resume_source(run, config.train.resume_from_checkpoint)
         trainer = Trainer(planned)
         stack.callback(trainer.close)
         runs.require_space(run, trainer.checkpoint_bytes, "one checkpoint")
@@ -93,7 +92,7 @@ def run_loop(
     """Step until the configured end or `stopped`; the last state is always saved."""
     config, result = trainer.config, None
     held = runs.checkpoints(trainer.run)
-    checkpoint = held[-1] if held else None  # the state now, if there is one: see _resume_source
+    checkpoint = held[-1] if held else None  # the state now: see runs.resume_source
     seconds, first = [0.0], trainer.step
     if first == 0 and (result := trainer.validate()) is not None:
         log.log(0, {"eval/loss": result.loss})
@@ -129,25 +128,6 @@ def run_loop(
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _resume_source(config: Config) -> Path | None:
-    """The checkpoint to continue from: if the folder holds any, the latest of them.
-
-    Beside a later checkpoint of another history, `latest` would name the wrong one, and the limit
-    would delete the new one as the oldest.
-    """
-    run, wanted = Path(config.output_dir), config.train.resume_from_checkpoint
-    held = runs.checkpoints(run)
-    if wanted == "latest":
-        return held[-1] if held else None
-    source = None if wanted is None else runs.find_checkpoint(Path(wanted))
-    if held and (source is None or not source.samefile(held[-1])):
-        raise InputError(
-            f"{run}: holds {held[-1].name} of an earlier run",
-            "set train.resume_from_checkpoint=latest to continue it, or another output_dir",
-        )
-    return source
 
 
 @contextmanager
