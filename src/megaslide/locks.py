@@ -8,7 +8,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megaslide.errors import InputError
@@ -20,14 +20,20 @@ logger = logging.getLogger(__name__)
 def exclusive(folder: Path, taken: InputError) -> Iterator[bool]:
     """Make the folder and keep others out of it; False where its disk knows no locks.
 
+    A folder that was not there and in which nothing came to be is removed again.
+
     Raises:
         InputError: `taken`, where another process is within.
     """
+    new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
         yield _lock(folder, handle, taken)
     finally:
+        if new:
+            with suppress(OSError):  # it holds something
+                folder.rmdir()
         os.close(handle)  # and with it the lock
 
 

@@ -235,9 +235,8 @@ def test_a_change_of_size_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "joined.mp4"
     path.write_bytes(b"".join(part.read_bytes() for part in parts))
     for read in (probe, read_clip):
-        with pytest.raises(UnreadableVideoError, match=r"from \(64, 48\) to \(96, 48\)") as caught:
+        with pytest.raises(UnreadableVideoError, match="frame 6 is 96x48, not 64x48 as the first"):
             read(path)
-        assert "changes its size after" in caught.value.reason
 
 
 def test_damage_in_the_middle_names_the_frame(tmp_path: Path) -> None:

@@ -287,14 +287,15 @@ def _open_video(path: Path) -> Iterator[tuple[Any, Any]]:
 
 def _decode(path: Path, container: Any, stream: Any) -> Iterator[Any]:
     av = _av()
-    count, size = 0, (0, 0)
+    count, first = 0, ""
     try:
         for frame in container.decode(stream):
-            now = frame.width, frame.height
-            if count and now != size:
-                reason = f"changes its size after {count} frames, from {size} to {now}"
+            size = f"{frame.width}x{frame.height}"
+            first = first or size
+            if size != first:
+                reason = f"changes its size: frame {count} is {size}, not {first} as the first"
                 raise UnreadableVideoError(path, reason)
-            count, size = count + 1, now
+            count += 1
             yield frame
     except (av.FFmpegError, OSError) as error:
         reason = f"is damaged: decoding fails after {count} frames ({error.strerror or error})"

@@ -86,9 +86,6 @@ def _show(
     """Show every frame to every meter; how many there were."""
     count = 0
     for frame in chain([first], others):
-        if frame.shape != first.shape:
-            sizes = f"{_size(frame)}, not {_size(first)} as the first"
-            raise UnreadableVideoError(path, f"changes its size: frame {count} is {sizes}")
         for meter in meters:
             meter.add(frame)
         count += 1
