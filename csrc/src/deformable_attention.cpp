@@ -23,7 +23,7 @@
 namespace megaslide {
 namespace {
 
-constexpr int64_t kTilesPerThread = 8;  // at least, where there are so many
+constexpr int64_t kTilesPerThread = 8;  // about, where there are so many
 
 // Kernels that take everything, and those that are asked first, or null.
 struct Kernels {

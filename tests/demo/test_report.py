@@ -255,10 +255,12 @@ def test_a_peak_above_the_state_is_said_plainly(run: dict[str, Any], tmp_path: P
 def test_the_summary_table_fits_80_columns(run: dict[str, Any]) -> None:
     out = io.StringIO()
     summary = {**run["summary"], "a_rather_long_key_nobody_knows_of_bytes": 5e9, "note": "x" * 90}
+    summary["files"] = ["0.mp4", "1.mp4"]
     Console(file=out, width=80).print(summary_table(summary))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert "7.34 million" in lines[0]
+    assert [line.split()[-1] for line in lines[-2:]] == ["0.mp4", "1.mp4"]
     assert any("a rather long key nobody knows of" in line and "5.00 GB" in line for line in lines)
 
 

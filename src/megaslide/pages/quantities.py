@@ -91,7 +91,9 @@ def label_of(key: str) -> str:
 
 
 def text_of(key: str, value: Any) -> str:
-    """A figure with its unit; text and truth values as they are."""
+    """A figure with its unit; text and truth values as they are, of several one in each line."""
+    if isinstance(value, list):
+        return "\n".join(map(str, value))
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     for ending, formatted in _BY_ENDING:
